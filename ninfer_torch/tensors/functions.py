@@ -1,0 +1,48 @@
+"""Functions caught before autograd: a product with a quantized weight stays one operator instead of a transpose and a matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ninfer_torch.errors import UnsupportedOperation
+from ninfer_torch.tensors.base import FUNCTIONS, NinferTensor, refusal
+
+
+def check_dtype(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Activations must have the weight's compute dtype, as with a dense layer; autocast casts them itself."""
+    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UnsupportedOperation(
+            f"{name}: activations are {x.dtype} and the weight computes in {dtype}; cast one of them with .to(dtype)"
+        )
+
+
+def linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` for a quantized weight [N, K] and activations [..., K]."""
+    if not isinstance(weight, NinferTensor) or isinstance(input, NinferTensor):
+        raise refusal("linear with a quantized activation or bias", (input, weight, bias))
+    planes, format, geometry, policy, dtype = weight.call
+    check_dtype("linear", input, dtype)
+    return torch.ops.ninfer.linear(input, planes, format, geometry, bias, policy)
+
+
+def embedding(
+    input: torch.Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """`F.embedding` for a quantized table: rows in the table's compute dtype. Padding and sparsity concern gradients only."""
+    if max_norm is not None:
+        raise refusal("embedding with max_norm", (weight,), "it would rewrite the table; drop max_norm")
+    planes, format, geometry, _, dtype = weight.call
+    return torch.ops.ninfer.embedding(input, planes, format, geometry, dtype)
+
+
+FUNCTIONS[F.linear] = linear
+FUNCTIONS[F.embedding] = embedding
