@@ -1,0 +1,68 @@
+"""The version of this library, and of everything it runs on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+__all__ = ["__version__", "show_versions", "versions"]
+
+__version__ = "0.1.0"
+
+_DISTRIBUTIONS = ("transformers", "accelerate", "safetensors", "triton", "gguf", "numpy")
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _torch_build() -> str:
+    if torch.version.cuda is not None:
+        build = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip is not None:
+        build = f"ROCm {torch.version.hip}"
+    else:
+        return f"{torch.__version__} (CPU build)"
+    devices = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return f"{torch.__version__} ({build}; devices: {devices or 'none'})"
+
+
+def _cpu_kernels() -> str:
+    folder = Path(__file__).parent / "kernels" / "cpu"
+    for suffix in EXTENSION_SUFFIXES:
+        if (folder / f"_native{suffix}").is_file():
+            return f"native (_native{suffix})"
+    return "reference (no native kernels in this installation)"
+
+
+def versions() -> dict[str, str]:
+    """What this process runs on, one line of text per component, in the order of a report.
+
+    Versions of other libraries are read from their installed metadata: the report imports nothing.
+    """
+    return {
+        "ninfer_torch": f"{__version__} ({Path(__file__).parent})",
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+        "torch": _torch_build(),
+        **{distribution: _installed(distribution) for distribution in _DISTRIBUTIONS},
+        "threads": f"{torch.get_num_threads()} (of {os.cpu_count()} processors)",
+        "cpu kernels": _cpu_kernels(),
+    }
+
+
+def show_versions(file: TextIO | None = None) -> None:
+    """Print the versions a bug report needs, one component per line, to `file` (default: standard output)."""
+    report = versions()
+    width = max(map(len, report))
+    for component, version in report.items():
+        print(f"{component:<{width}}  {version}", file=file)
