@@ -40,5 +40,5 @@ class ConversionError(NinferError, ValueError):
     """A source or a value that cannot be turned into the requested words."""
 
 
-class UnsupportedOperation(NinferError, NotImplementedError, TypeError):
+class UnsupportedOperation(NinferError, NotImplementedError):
     """An operation that a quantized tensor does not define; the message names the way out."""

@@ -30,12 +30,13 @@ from ninfer_torch.formats import (
 __all__ = [
     "LAYOUTS",
     "RESOURCE_ENCODING",
+    "TILE_ROWS",
     "Geometry",
     "Layout",
     "Plane",
     "align_up",
-    "encoded_bytes",
     "block_scale_rows",
+    "encoded_bytes",
     "gather_rows",
     "get_layout",
     "join_rows",
@@ -104,7 +105,9 @@ class Layout:
         """
         record = get_format(format)
         if record.name not in self.formats:
-            raise LayoutError(f"layout {self.name} does not hold format {record.name}; it holds {', '.join(self.formats)}")
+            raise LayoutError(
+                f"layout {self.name} does not hold format {record.name}; it holds {', '.join(self.formats)}"
+            )
         if divisors != 1 and not isinstance(record, BlockFloatFormat):
             raise LayoutError(f"format {record.name} has no divisors, found divisors = {divisors}")
         return self.place(record, _checked_shape(record, shape), divisors)
@@ -258,7 +261,9 @@ class Geometry(NamedTuple):
 Planes = Sequence[torch.Tensor]
 
 
-def slice_rows(format: str | Format, planes: Planes, geometry: Geometry, begin: int, end: int) -> tuple[tuple[torch.Tensor, ...], Geometry]:
+def slice_rows(
+    format: str | Format, planes: Planes, geometry: Geometry, begin: int, end: int
+) -> tuple[tuple[torch.Tensor, ...], Geometry]:
     """Rows [begin, end) of a matrix, without a copy.
 
     Returns the narrowed planes and their geometry. Raises LayoutError for a range outside the matrix.
@@ -272,7 +277,9 @@ def slice_rows(format: str | Format, planes: Planes, geometry: Geometry, begin: 
     return tuple(narrowed), geometry._replace(rows=end - begin, row_begin=geometry.row_begin + begin)
 
 
-def gather_rows(format: str | Format, planes: Planes, geometry: Geometry, index: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Geometry]:
+def gather_rows(
+    format: str | Format, planes: Planes, geometry: Geometry, index: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], Geometry]:
     """Rows `index` (int64 [n]) of a matrix, still packed, as new planes.
 
     Blocks, codes and scales move whole. For nvfp4 the scale tiles are rebuilt, padded to whole tiles, and every row keeps its divisor

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def check_payload(
 
 
 def _check_gaps(payload: Tensor, specs: Sequence[Plane], where: str) -> None:
-    for before, after in zip(specs, specs[1:], strict=False):
+    for before, after in pairwise(specs):
         filled = payload[before.end : after.offset].nonzero()
         if len(filled):
             offset = before.end + int(filled[0])
@@ -152,7 +153,7 @@ def _unpacked_words(record: Format, planes: Sequence[Tensor], geometry: Geometry
     codes, scales, _ = unpack_codes(record, planes, geometry)
     rows = geometry.rows
     scale_words = scales.view(torch.int16).to(torch.int32) & 0xFFFF
-    codes = codes.view(rows, 1, -1) if isinstance(record, RowFloatFormat) else codes
+    codes = codes.unsqueeze(1) if isinstance(record, RowFloatFormat) else codes
     return Words(record, codes, scale_words.view(rows, -1), geometry.columns)
 
 

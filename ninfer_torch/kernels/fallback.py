@@ -62,8 +62,7 @@ def linear(
     for begin, end, weight in _decoded(planes, format, matrix, compute):
         part_bias = None if bias is None else bias[begin:end].to(compute)
         for first, last in _spans(rows.shape[0], matrix.columns):
-            block = rows[first:last].to(compute)
-            product = block @ weight.T
+            product = rows[first:last].to(compute).contiguous() @ weight.T  # one stride, one order of summation
             out[first:last, begin:end] = product if part_bias is None else product.add_(part_bias)
     return out.reshape(*x.shape[:-1], matrix.rows)
 

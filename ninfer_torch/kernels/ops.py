@@ -76,9 +76,7 @@ def _(
 
 
 @torch.library.register_fake("ninfer::expert_linear_backward", lib=_library)
-def _(
-    grad: torch.Tensor, planes: Planes, format: str, geometry: Sequence[int], offsets: torch.Tensor
-) -> torch.Tensor:
+def _(grad: torch.Tensor, planes: Planes, format: str, geometry: Sequence[int], offsets: torch.Tensor) -> torch.Tensor:
     _check_width("expert_linear_backward", grad, geometry[0] // offsets.shape[0], "N")
     return grad.new_empty((grad.shape[0], geometry[1]))
 

@@ -255,7 +255,7 @@ def _view_divisors(divisors: Tensor, geometry: Geometry) -> Tensor:
     per_row = row_divisors(divisors, geometry)
     words = per_row.view(torch.int32).tolist()
     borders = [row for row, (above, below) in enumerate(pairwise(words), start=1) if above != below]
-    return per_row[:: max(1, math.gcd(geometry.rows, *borders))]
+    return per_row[:: max(1, math.gcd(geometry.rows, *borders))].clone(memory_format=torch.contiguous_format)
 
 
 # row_scale_v1 and row_interleaved_v1 (spec/layouts.md 6, 7)
