@@ -43,10 +43,12 @@ class NinferTensor(torch.Tensor):
     format: str
     geometry: Geometry
     policy: str
-    call: tuple[list[torch.Tensor], str, Geometry, str, torch.dtype]  # what an operator needs, read as one plain attribute
+    call: tuple[
+        list[torch.Tensor], str, Geometry, str, torch.dtype
+    ]  # what an operator needs, read as one plain attribute
 
     @staticmethod
-    def __new__(cls: type[NinferTensor], data: NinferTensor, requires_grad: bool = False, **_: Any) -> NinferTensor:
+    def __new__(cls, data: NinferTensor, requires_grad: bool = False, **_: Any) -> NinferTensor:  # noqa: PYI034
         """A tensor over the planes of `data`. Hosts rebuild parameters as `type(p)(value, requires_grad=...)`."""
         if not isinstance(data, NinferTensor):
             raise UnsupportedOperation(
@@ -55,8 +57,8 @@ class NinferTensor(torch.Tensor):
         return data.detach().requires_grad_(requires_grad)  # type: ignore[return-value]
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        _, format, geometry, policy, dtype = self.call
-        return list(plane_names(format)), (format, *geometry[2:], policy, dtype)
+        _, format, (_, _, *place), policy, dtype = self.call
+        return list(plane_names(format)), (format, *place, policy, dtype)
 
     @classmethod
     def __tensor_unflatten__(
@@ -81,7 +83,7 @@ class NinferTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = OPERATORS.get(func)
         if handler is not None:
             return handler(func, *args, **(kwargs or {}))
@@ -100,7 +102,7 @@ class NinferTensor(torch.Tensor):
         return layout_of(self.format).name
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Packed bytes of the planes. A row view counts planes that it shares with its parent whole."""
         return sum(plane.nbytes for plane in self.call[0])
 
@@ -113,7 +115,7 @@ class NinferTensor(torch.Tensor):
         """Packed bytes per logical element, so that `numel() * element_size()` is what the tensor occupies."""
         return self.nbytes / max(self.numel(), 1)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The plain dense weight: exact in float32, rounded once to a narrower `dtype`."""
         planes, format, geometry, _, _ = self.call
         return torch.ops.ninfer.dequantize(planes, format, geometry, dtype).reshape(self.shape)
@@ -141,7 +143,7 @@ class NinferTensor(torch.Tensor):
         return self.call[0][0].data_ptr()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        rows, _, begin, parent_rows, _ = self.geometry
+        rows, begin, parent_rows = self.geometry.rows, self.geometry.row_begin, self.geometry.parent_rows
         view = "" if rows == parent_rows else f", rows {begin}..{begin + rows} of {parent_rows}"
         return (
             f"{type(self).__name__}(format={self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
@@ -169,20 +171,22 @@ class NinferTensor(torch.Tensor):
             )
         return self
 
-    def share_memory_(self) -> NoReturn:  # type: ignore[override]
+    def share_memory_(self) -> NoReturn:
         raise refusal("share_memory_", (self,), "forked processes share planes that are mapped from a file as they are")
 
-    def numpy(self, *, force: bool = False) -> NoReturn:  # type: ignore[override]
+    def numpy(self, *, force: bool = False) -> NoReturn:
         raise refusal("numpy", (self,), "call dequantize().numpy() for values, planes[name].numpy() for words")
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refusal("__dlpack__", (self,), "export the planes one by one, or dequantize() first")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refusal("__array__", (self,), "call dequantize().numpy() for values")
 
 
-def refusal(operation: str, args: Any, way_out: str = "call dequantize() on it for a dense copy") -> UnsupportedOperation:
+def refusal(
+    operation: str, args: Any, way_out: str = "call dequantize() on it for a dense copy"
+) -> UnsupportedOperation:
     """The error for an operation that packed weights do not define."""
     formats = sorted({value.format for value in args if isinstance(value, NinferTensor)})
     return UnsupportedOperation(f"{operation} is not defined for a quantized weight {formats}; {way_out}")
@@ -201,7 +205,9 @@ def make_tensor(
     The planes are neither read nor copied. Raises UnsupportedOperation for a `dtype` that is not floating or an unknown policy.
     """
     if not dtype.is_floating_point:
-        raise UnsupportedOperation(f"a quantized weight computes in a floating dtype, found {dtype}; its codes stay packed")
+        raise UnsupportedOperation(
+            f"a quantized weight computes in a floating dtype, found {dtype}; its codes stay packed"
+        )
     if policy not in POLICIES:
         raise UnsupportedOperation(f"unknown activation policy {policy!r}; known: {', '.join(POLICIES)}")
     cls = FAMILIES[get_format(format).family]
@@ -226,7 +232,7 @@ def rebuild(
     """The inverse of pickling, and on torch's list of functions that `weights_only=True` may call."""
     tensor = make_tensor(get_format(format).name, planes, Geometry(*geometry), shape, dtype, policy)
     if is_parameter:
-        tensor._is_param = True  # type: ignore[attr-defined]
+        tensor._is_param = True
     return tensor
 
 
@@ -236,7 +242,7 @@ torch.serialization.add_safe_globals([rebuild])
 def _marked(copy: NinferTensor, original: NinferTensor) -> NinferTensor:
     """Carry over torch's mark of a Parameter that wraps a custom tensor."""
     if hasattr(original, "_is_param"):
-        copy._is_param = True  # type: ignore[attr-defined]
+        copy._is_param = True
     return copy
 
 

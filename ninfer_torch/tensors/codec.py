@@ -8,17 +8,8 @@ import torch
 
 from ninfer_torch.errors import ConversionError, LayoutError
 from ninfer_torch.formats import FORMATS, BlockFloatFormat, DirectFormat, Format, get_format
-from ninfer_torch.kernels.packing import join_planes
-from ninfer_torch.layouts import (
-    TILE_ROWS,
-    Geometry,
-    Plane,
-    block_scale_rows,
-    join_rows,
-    planes_of,
-    split_planes,
-    swizzle_scales,
-)
+from ninfer_torch.kernels.packing import join_planes, pack_codes, unpack_codes
+from ninfer_torch.layouts import Geometry, Plane, planes_of, split_planes
 from ninfer_torch.tensors.base import NinferTensor, make_tensor
 
 __all__ = ["decode", "encode", "wrap_planes"]
@@ -42,7 +33,9 @@ def wrap_planes(
     """
     record, specs = get_format(format), planes_of(format, shape, divisors)
     if len(planes) != len(specs):
-        raise LayoutError(f"format {record.name} has planes {[spec.name for spec in specs]}, found {len(planes)} tensors")
+        raise LayoutError(
+            f"format {record.name} has planes {[spec.name for spec in specs]}, found {len(planes)} tensors"
+        )
     for spec, plane in zip(specs, planes, strict=True):
         if tuple(plane.shape) != spec.shape or plane.dtype != spec.dtype:
             raise LayoutError(
@@ -91,24 +84,7 @@ def encode(tensor: torch.Tensor, format: str | Format | None = None) -> bytes:
 def _own_planes(tensor: NinferTensor) -> tuple[Sequence[torch.Tensor], tuple[Plane, ...]]:
     """Planes of the tensor as one complete object, and where the layout puts them."""
     planes, format, geometry, _, _ = tensor.call
-    rows, columns = geometry[:2]
-    if isinstance(get_format(format), BlockFloatFormat):
-        whole = geometry.row_begin == 0 and geometry.parent_rows == rows and geometry.rows // geometry.divisors >= TILE_ROWS
-        if not whole:
-            planes_of(format, (rows, columns))  # refuses rows that are not whole tiles before anything is packed
-            codes, scales, row_divisors = block_scale_rows(planes, geometry)
-            planes = [codes, swizzle_scales(scales), _run_divisors(row_divisors)]
-        return planes, planes_of(format, (rows, columns), planes[2].numel())
-    if any(plane.shape[0] != rows for plane in planes):
-        planes, _ = join_rows(format, [(planes, geometry)])
-    return planes, planes_of(format, (rows, columns))
-
-
-def _run_divisors(row_divisors: torch.Tensor) -> torch.Tensor:
-    """The fewest divisors of equal runs of whole tiles that give every row its own; LayoutError where there are none."""
-    tiles = row_divisors.numel() // TILE_ROWS
-    for count in (d for d in range(1, tiles + 1) if tiles % d == 0):
-        runs = row_divisors.reshape(count, -1)
-        if torch.equal(runs, runs[:, :1].expand_as(runs)):
-            return runs[:, 0].contiguous()
-    raise LayoutError("rows of one 128-row tile have different divisors; an nvfp4 object cannot hold them")
+    if isinstance(get_format(format), BlockFloatFormat):  # its planes may be a parent's, or a gather's
+        packed = pack_codes(format, *unpack_codes(format, planes, geometry))
+        return packed, planes_of(format, geometry[:2], packed[-1].numel())
+    return planes, planes_of(format, geometry[:2])

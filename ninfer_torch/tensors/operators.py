@@ -64,7 +64,9 @@ def _to_copy(
 
 def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> torch.Tensor:
     if not (isinstance(target, NinferTensor) and isinstance(source, NinferTensor)):
-        raise refusal("copy_ between quantized and dense tensors", (target, source), "quantize(w, format) or dequantize() first")
+        raise refusal(
+            "copy_ between quantized and dense tensors", (target, source), "quantize(w, format) or dequantize() first"
+        )
     if not _same_place(target, source):
         raise UnsupportedOperation(f"copy_ needs one format and geometry, found {source!r} into {target!r}")
     for mine, theirs in zip(target.call[0], source.call[0], strict=True):
@@ -122,7 +124,9 @@ def _split(func: Any, weight: NinferTensor, sizes: int | list[int], dim: int = 0
 
 def _select(func: Any, weight: NinferTensor, dim: int, index: int) -> torch.Tensor:
     if dim % weight.dim() != 0 or weight.dim() < 3:
-        raise refusal(f"select({dim}, {index}) of rank {weight.dim()}", (weight,), "use w[i:i+1], or F.embedding for rows")
+        raise refusal(
+            f"select({dim}, {index}) of rank {weight.dim()}", (weight,), "use w[i:i+1], or F.embedding for rows"
+        )
     if not -weight.shape[0] <= index < weight.shape[0]:
         raise IndexError(f"index {index} is out of range for a bank of {weight.shape[0]}")
     index, inner = index % weight.shape[0], math.prod(weight.shape[1:-1])
@@ -138,7 +142,9 @@ def _reshape(func: Any, weight: NinferTensor, size: Sequence[int]) -> torch.Tens
     known = math.prod(extent for extent in size if extent != -1)
     shape = tuple(weight.numel() // known if extent == -1 else extent for extent in size)
     if len(shape) < 2 or shape[-1] != weight.shape[-1] or math.prod(shape) != weight.numel():
-        raise refusal(f"view({list(size)}) of {list(weight.shape)}", (weight,), "only leading axes may be viewed; rows stay whole")
+        raise refusal(
+            f"view({list(size)}) of {list(weight.shape)}", (weight,), "only leading axes may be viewed; rows stay whole"
+        )
     return _view(func, (weight, size), _like(weight, weight.call[0], shape=shape))
 
 
@@ -164,7 +170,9 @@ def _index(func: Any, weight: NinferTensor, indices: Sequence[torch.Tensor | Non
 
 def _cat(func: Any, weights: Sequence[Any], dim: int = 0) -> torch.Tensor:
     first = weights[0]
-    alike = all(isinstance(w, NinferTensor) and w.format == first.format and w.shape[1:] == first.shape[1:] for w in weights)
+    alike = all(
+        isinstance(w, NinferTensor) and w.format == first.format and w.shape[1:] == first.shape[1:] for w in weights
+    )
     if not alike or dim % first.dim() != 0:
         raise refusal("cat other than of the rows of one format and width", weights)
     parts = [(w.call[0], w.geometry) for w in weights]

@@ -22,7 +22,7 @@ class TransposedTensor(torch.Tensor):
     weight: NinferTensor
 
     @staticmethod
-    def __new__(cls: type[TransposedTensor], weight: NinferTensor) -> TransposedTensor:
+    def __new__(cls, weight: NinferTensor) -> TransposedTensor:  # noqa: PYI034
         shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2])
         tensor: TransposedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=weight.dtype, device=weight.device
@@ -43,7 +43,7 @@ class TransposedTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return NinferTensor.__torch_dispatch__(func, types, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -89,7 +89,9 @@ def _mm(func: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
     return product(x, weight)
 
 
-def _addmm(func: Any, bias: torch.Tensor, x: torch.Tensor, weight: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+def _addmm(
+    func: Any, bias: torch.Tensor, x: torch.Tensor, weight: Any, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
     if beta != 1 or alpha != 1 or bias.dim() != 1:
         out = product(x, weight)
         return bias * beta + out * alpha
@@ -102,7 +104,9 @@ def _bmm(func: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
     return torch.stack([product(x[e], m.t() if turned else m) for e, m in enumerate(matrices)])
 
 
-def _grouped_mm(func: Any, x: torch.Tensor, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
+def _grouped_mm(
+    func: Any, x: torch.Tensor, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
     if not isinstance(weight, TransposedTensor) or offs is None or bias is not None or out_dtype not in (None, x.dtype):
         raise refusal("_grouped_mm other than grouped_mm(x, bank.transpose(-2, -1), offs)", (weight,))
     planes, format, geometry, policy, dtype = weight.weight.call
