@@ -58,7 +58,8 @@ def _to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    moved = [plane.to(device=device, non_blocking=non_blocking, copy=True) for plane in weight.call[0]]
+    only_cast = dtype not in (None, weight.dtype)  # words are the same in every compute dtype: share what stays in place
+    moved = [plane.to(device=device, non_blocking=non_blocking, copy=not only_cast) for plane in weight.call[0]]
     return _like(weight, moved, dtype=dtype)
 
 

@@ -103,10 +103,12 @@ def test_a_fresh_process_loads_every_format(tmp_path: Path) -> None:
 def test_casts_touch_only_the_compute_dtype(format: str) -> None:
     module = model(format)
     words = {name: plane.clone() for name, plane in module[1].weight.planes.items()}
+    places = storages(module[1].weight)
     for cast in (module.half, module.bfloat16, module.double, module.float):
         cast()
         weight = module[1].weight
         assert weight.dtype == module[1].bias.dtype and isinstance(weight, nn.Parameter)
+        assert storages(weight) == places
         for name, plane in weight.planes.items():
             assert plane.dtype == words[name].dtype
             assert torch.equal(plane.view(torch.uint8), words[name].view(torch.uint8))

@@ -1,0 +1,30 @@
+"""What happens when a module of Transformers has been imported: registration of the quantizer, translation of paths."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from ninfer_transformers.patch import apply_patches, patching_disabled
+from ninfer_transformers.stub import QUANT_METHOD
+
+__all__ = ["REGISTRY", "attach"]
+
+REGISTRY = "transformers.quantizers.auto"
+
+
+def attach(module: ModuleType) -> None:
+    """Attach this package to one Transformers module, which is fully imported. Called by ninfer_torch's import hook."""
+    if module.__name__ == REGISTRY:
+        _register_quantizer(module)
+    elif not patching_disabled():
+        apply_patches(module)
+
+
+def _register_quantizer(registry: ModuleType) -> None:
+    """Through the official extension points; a second call changes nothing."""
+    from ninfer_transformers.config import NinferConfig
+    from ninfer_transformers.quantizer import NinferQuantizer
+
+    if QUANT_METHOD not in registry.AUTO_QUANTIZER_MAPPING:
+        registry.register_quantization_config(QUANT_METHOD)(NinferConfig)
+        registry.register_quantizer(QUANT_METHOD)(NinferQuantizer)

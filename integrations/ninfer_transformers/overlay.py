@@ -1,0 +1,99 @@
+"""The overlay: a folder that clothes a `.ninfer` artifact as an ordinary checkpoint.
+
+It holds config.json, a stub of the weights, the tokenizer and other small files out of the artifact, and links to the
+artifact's own files; no weights and no code. Stock Transformers loads it wherever the quantizer is registered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ninfer_torch.artifact.reader import Artifact, open_artifact
+from ninfer_torch.convert.hf_source import RESOURCE_FILES
+from ninfer_torch.errors import ArtifactError, NinferError
+from ninfer_transformers.generic import parameter_names, require_generic
+from ninfer_transformers.locate import find_artifact
+from ninfer_transformers.stub import QUANT_METHOD, STUB_NAME, write_stub
+
+__all__ = ["hub_dir", "overlay_of"]
+
+_VERSION = 1
+"""Part of the cache key: raise it when the content of an overlay changes."""
+
+
+def hub_dir(path: str | os.PathLike[str]) -> str:
+    """The folder that stock Transformers takes in place of an artifact.
+
+    `path` is a `.ninfer` file, or a folder (a Hub snapshot, too) that holds exactly one. The folder is cached under
+    `NINFER_TORCH_CACHE`, or ~/.cache/ninfer_torch, in `overlays/`, one per artifact path, size and modification time.
+    Raises ArtifactError for a path without an artifact, a folder with several or a broken artifact, and NinferError for
+    one whose architecture needs a table of names.
+    """
+    artifact = find_artifact(Path(path))
+    if artifact is None:
+        raise ArtifactError(f"{path} is neither a .ninfer artifact nor a folder that holds one", "file")
+    return str(overlay_of(artifact))
+
+
+def overlay_of(artifact: Path) -> Path:
+    """The overlay of one artifact file, made if it is not cached yet."""
+    source = Path(os.path.abspath(artifact))
+    folder = _cache_root() / f"{source.stem}-{_key(source)}"
+    if not folder.is_dir():
+        _publish(source, folder)
+    return folder
+
+
+def _cache_root() -> Path:
+    root = os.environ.get("NINFER_TORCH_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "ninfer_torch") / "overlays"
+
+
+def _key(source: Path) -> str:
+    status = source.stat()
+    identity = f"{_VERSION}\0{source}\0{status.st_size}\0{status.st_mtime_ns}"
+    return hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _publish(source: Path, folder: Path) -> None:
+    """Make the overlay beside its place and rename it into it; of several processes the fastest wins."""
+    with open_artifact(source) as artifact:
+        require_generic(artifact)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".draft-", dir=folder.parent) as drafts:
+                draft = Path(drafts, folder.name)
+                draft.mkdir()
+                _fill(draft, artifact, source)
+                draft.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():
+                raise NinferError(
+                    f"no overlay can be written in {folder.parent} ({error}); "
+                    "set NINFER_TORCH_CACHE to a folder that can be written"
+                ) from error
+
+
+def _fill(folder: Path, artifact: Artifact, source: Path) -> None:
+    component = artifact.components["text"]
+    _write_json(folder / "config.json", _checkpoint_config(component.config))
+    write_stub(folder / STUB_NAME, parameter_names(artifact), source.name)
+    for role, object_id in component.resources.items():
+        if role in RESOURCE_FILES:  # names of data files, none of them a path or code
+            (folder / role).write_bytes(artifact.resource(object_id))
+    for name in [source.name, *(record.path for record in artifact.files if record.path is not None)]:
+        (folder / name).symlink_to(source.parent / name)
+
+
+def _checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**config, "transformers_weights": STUB_NAME, "quantization_config": {"quant_method": QUANT_METHOD}}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

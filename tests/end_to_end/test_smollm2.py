@@ -1,0 +1,104 @@
+"""A real model the whole way: GGUF, artifact, from_pretrained, text. SmolLM2-135M-Instruct, whose GGUF is Q4_1."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ninfer_torch
+from ninfer_torch.artifact import open_artifact
+from ninfer_torch.cli.demo import TEXT, compare_with_source
+from ninfer_torch.convert.pipeline import convert
+from ninfer_torch.tensors import NinferTensor
+
+Converted = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def converted(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    folder = tmp_path_factory.mktemp("smollm2")
+
+    @cache
+    def artifact(preset: str) -> Path:
+        path = folder / f"{preset}.ninfer"
+        convert(smollm2_gguf, path, preset)
+        return path
+
+    return artifact
+
+
+def dense_copy(model: Any) -> Any:
+    """The same model with plain weights."""
+    dense = copy.deepcopy(model)
+    for module in dense.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, NinferTensor):
+                setattr(module, name, torch.nn.Parameter(parameter.dequantize(), requires_grad=False))
+    dense.tie_weights()
+    return dense
+
+
+def test_greedy_text_equals_that_of_the_dequantized_weights(converted: Converted) -> None:
+    model = AutoModelForCausalLM.from_pretrained(converted("q8"), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(converted("q8"))
+    quantized = [name for name, value in model.named_parameters() if isinstance(value, NinferTensor)]
+    assert len(quantized) == 211  # 30 layers of 7 linears, and the embedding that is the head
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    messages = [{"role": "user", "content": "Describe the sea in three sentences."}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.inference_mode():
+        found = model.generate(**prompt, max_new_tokens=64, do_sample=False)
+        expected = dense_copy(model).generate(**prompt, max_new_tokens=64, do_sample=False)
+    assert torch.equal(found, expected)
+    assert found.shape[1] > prompt["input_ids"].shape[1] + 16
+
+
+def test_more_bits_come_closer_to_the_source(converted: Converted, smollm2_gguf: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(converted("q8"))
+    agreements = []
+    for preset in ("q4", "q5", "q6", "q8"):
+        model = AutoModelForCausalLM.from_pretrained(converted(preset), dtype=torch.float32)
+        agreements.append(compare_with_source(model, tokenizer, smollm2_gguf))
+    divergences = [agreement.divergence for agreement in agreements]
+    assert divergences == sorted(divergences, reverse=True) and divergences[-1] > 0
+    assert divergences[0] > 4 * divergences[-1]
+    assert agreements[-1].top1 > 0.9 and agreements[-1].positions == len(tokenizer(TEXT)["input_ids"])
+
+
+def test_block_types_outside_the_registry_are_reported(
+    converted: Converted, smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    report = convert(smollm2_gguf, tmp_path / "gguf.ninfer", "gguf")
+    widened = {entry.parameters[0] for entry in report.fallbacks}
+    assert widened and all(entry.encoding == "q4_1" for entry in report.fallbacks)
+    assert all(name in report.summary() for name in widened)
+    with pytest.raises(ninfer_torch.ConversionError, match="q4_1"):
+        convert(smollm2_gguf, tmp_path / "strict.ninfer", "gguf", no_fallback=True)
+    assert not (tmp_path / "strict.ninfer").exists()
+
+
+def test_the_artifact_passes_its_value_checks(converted: Converted) -> None:
+    with open_artifact(converted("q4")) as artifact:
+        sizes = [len(artifact.read_object(name, check=True)) for name in artifact.objects]
+        assert sum(sizes) == sum(record.bytes for record in artifact.objects.values())
+
+
+def test_loading_costs_the_file_and_touches_no_page(converted: Converted) -> None:
+    benchmark = Path(__file__).parents[2] / "benchmarks" / "load_memory.py"
+    command = [sys.executable, str(benchmark), "--model", str(converted("q8")), "--json", "-"]
+    records = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    ours = next(record for record in records if record["contestant"] == "ninfer")
+    assert ours["file_bytes"] == converted("q8").stat().st_size
+    assert ours["added_bytes"] < ours["file_bytes"] + 200 * 2**20
+    assert ours["mapped_resident_bytes"] == 0
+    assert {record["contestant"] for record in records} == {"ninfer", "safetensors"}
