@@ -1,7 +1,9 @@
-"""`NinferTensor`: a matrix of packed words that PyTorch takes for a floating-point tensor.
+"""`NinferTensor`: words that PyTorch takes for a floating-point tensor.
 
-The tensor is a wrapper: its inner tensors are the planes of a storage layout, as they lie in the file, and its own dtype is the one a
-layer computes in. What it can do stands in two tables: FUNCTIONS, caught before autograd takes a call apart (`tensors.functions`), and
+The tensor is a wrapper: its inner tensors are planes of a storage layout as they lie in the file, or other
+NinferTensors, and its own dtype is the one a layer computes in. Below it stand `PackedTensor`, one matrix in one
+format (`tensors.packed`), and weights that are composed of others: `StackedRows` and `TransformedInput`. What PyTorch
+may do with one stands in two tables: FUNCTIONS, caught before autograd takes a call apart (`tensors.functions`), and
 OPERATORS, aten operators (`tensors.operators`). Anything else raises; nothing becomes dense unless asked by name.
 """
 
@@ -9,43 +11,34 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from ninfer_torch.errors import LayoutError, UnsupportedOperation
-from ninfer_torch.formats import get_format
-from ninfer_torch.kernels.ops import POLICIES
-from ninfer_torch.layouts import Geometry, layout_of, plane_names
+from ninfer_torch.errors import NinferError, UnsupportedOperation
+from ninfer_torch.versions import __version__
 
-__all__ = ["FAMILIES", "FUNCTIONS", "OPERATORS", "NinferTensor", "make_tensor", "refusal"]
-
-FAMILIES: dict[str, type[NinferTensor]] = {}
-"""Tensor class by format family; each family file adds its own."""
+__all__ = ["FUNCTIONS", "OPERATORS", "NinferTensor", "mark_parameter", "new_wrapper", "refusal"]
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 OPERATORS: dict[Any, Callable[..., Any]] = {}
 
 
 class NinferTensor(torch.Tensor):
-    """A quantized matrix [N, K], or a bank of them with leading axes [..., N, K], held as packed planes.
+    """A quantized matrix [N, K], or a bank of them with leading axes [..., N, K].
 
     Attributes:
-        format: canonical name of the numeric format.
-        geometry: where the matrix lies in its parent object (`layouts.Geometry`); leading axes are counted as rows.
+        compute_dtype: the tensor's dtype as a plain attribute, for the hot path.
         policy: how coarsely the use this tensor was bound for may quantize activations, one of `kernels.ops.POLICIES`.
 
-    Every plane is an attribute under its own name too (`codes`, `scales`, ...). `quantize`, `decode`, an artifact or
-    `wrap_planes` make one; `NinferTensor(tensor)` of an existing one shares its planes.
+    `quantize`, `decode`, an artifact, `wrap_planes`, `stack_rows` or `transform_input` make one;
+    `NinferTensor(tensor)` of an existing one shares its planes. In the methods below, rows are counted over all
+    leading axes.
     """
 
-    format: str
-    geometry: Geometry
+    compute_dtype: torch.dtype
     policy: str
-    call: tuple[
-        list[torch.Tensor], str, Geometry, str, torch.dtype
-    ]  # what an operator needs, read as one plain attribute
 
     @staticmethod
     def __new__(cls, data: NinferTensor, requires_grad: bool = False, **_: Any) -> NinferTensor:  # noqa: PYI034
@@ -56,22 +49,14 @@ class NinferTensor(torch.Tensor):
             )
         return data.detach().requires_grad_(requires_grad)  # type: ignore[return-value]
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        _, format, (_, _, *place), policy, dtype = self.call
-        return list(plane_names(format)), (format, *place, policy, dtype)
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
-    ) -> NinferTensor:
-        format, row_begin, parent_rows, divisors, policy, dtype = context
-        geometry = Geometry(math.prod(outer_size[:-1]), outer_size[-1], row_begin, parent_rows, divisors)
-        return make_tensor(format, [inner[name] for name in plane_names(format)], geometry, outer_size, dtype, policy)
-
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for torch's on-disk compile cache."""
-        planes = [(plane.dtype, tuple(plane.shape), plane.stride(), str(plane.device)) for plane in self.call[0]]
-        described = repr((type(self).__name__, *self.__tensor_flatten__(), tuple(self.shape), planes))
+        """What compiled code depends on, for torch's on-disk compile cache: it is looked up before the handlers here
+        run.
+        """
+        planes = [
+            (plane.dtype, tuple(plane.shape), plane.stride(), str(plane.device)) for plane in self.planes.values()
+        ]
+        described = repr((__version__, type(self).__name__, self.structure, self.compute_dtype, self.policy, planes))
         return hashlib.sha256(described.encode()).hexdigest()
 
     @classmethod
@@ -91,20 +76,117 @@ class NinferTensor(torch.Tensor):
             return func.decompose(*args, **(kwargs or {}))  # inference mode delivers composites whole
         raise refusal(str(func), args)
 
-    @property
-    def planes(self) -> dict[str, torch.Tensor]:
-        """The inner tensors by plane name, in layout order."""
-        return dict(zip(plane_names(self.format), self.call[0], strict=True))
+    # What the words are.
 
     @property
-    def storage_layout(self) -> str:
-        """Canonical name of the storage layout."""
-        return layout_of(self.format).name
+    def planes(self) -> dict[str, torch.Tensor]:
+        """Every stored tensor by name, in a fixed order; `a.b` is plane b of the inner tensor a."""
+        raise NotImplementedError(f"{type(self).__name__}.planes")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Canonical names of the numeric formats found inside, each once, in order of appearance."""
+        raise NotImplementedError(f"{type(self).__name__}.formats")
+
+    @property
+    def structure(self) -> Hashable:
+        """All that is fixed about the tensor but its words, device, dtype and policy: what `copy_` wants equal on
+        both sides.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.structure")
+
+    def equal_words(self, other: NinferTensor) -> bool:
+        """Whether `other` holds the same rows in the same formats and words."""
+        raise NotImplementedError(f"{type(self).__name__}.equal_words")
+
+    # Other tensors over the same words.
+
+    def map_planes(
+        self,
+        apply: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        policy: str | None = None,
+    ) -> NinferTensor:
+        """The same structure over `apply` of every plane, with another compute dtype or policy where one is given."""
+        raise NotImplementedError(f"{type(self).__name__}.map_planes")
+
+    def take_rows(self, begin: int, end: int, shape: Sequence[int]) -> NinferTensor:
+        """Rows [begin, end) as a tensor of `shape`, without a copy."""
+        raise NotImplementedError(f"{type(self).__name__}.take_rows")
+
+    def gather_rows(self, index: torch.Tensor, shape: Sequence[int]) -> NinferTensor:
+        """Rows `index` (int64 [n], inside the matrix) as a tensor of `shape`, still packed, as new planes."""
+        raise NotImplementedError(f"{type(self).__name__}.gather_rows")
+
+    def take_columns(self, begin: int, end: int, shape: Sequence[int]) -> NinferTensor:
+        """Columns [begin, end), repacked; LayoutError unless the cut falls on whole groups."""
+        raise NotImplementedError(f"{type(self).__name__}.take_columns")
+
+    def with_shape(self, shape: Sequence[int]) -> NinferTensor:
+        """The same rows under other leading axes."""
+        raise NotImplementedError(f"{type(self).__name__}.with_shape")
+
+    def with_policy(self, policy: str) -> NinferTensor:
+        """The same words under another activation policy; planes are shared."""
+        return self.map_planes(lambda plane: plane, policy=policy)
+
+    def placed(self, device: Any, dtype: torch.dtype) -> NinferTensor:
+        """The same words on `device`, computing in `dtype`; planes that are there already are shared, unread."""
+        return self.map_planes(lambda plane: plane.to(device), dtype=dtype)
+
+    # Values and products. Activations of any floating dtype: the door has checked it against the compute dtype.
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The plain dense weight: exact in float32, rounded once to a narrower `dtype`."""
+        raise NotImplementedError(f"{type(self).__name__}.dequantize")
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x @ W.T (+ bias)` for x [..., K]: [..., N] in x's dtype."""
+        raise NotImplementedError(f"{type(self).__name__}.product")
+
+    def product_transposed(self, x: torch.Tensor) -> torch.Tensor:
+        """`x @ W` for x [..., N]: [..., K] in x's dtype."""
+        raise NotImplementedError(f"{type(self).__name__}.product_transposed")
+
+    def look_up(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `ids` in `dtype`, [*ids.shape, K]; IndexError for an id outside the matrix."""
+        raise NotImplementedError(f"{type(self).__name__}.look_up")
+
+    def expert_product(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """`x[t] @ W[e].T` of a bank [E, N, K] for tokens x [T, K] sorted by expert: [T, N] in x's dtype.
+
+        `offsets` int32 [E] are the cumulative ends of the experts' token ranges; tokens after the last are zero.
+        Where no kernel knows the bank's structure it is multiplied expert by expert, which reads the offsets on the
+        host.
+        """
+        return self._each_expert(x, offsets, self.shape[-2], lambda matrix, tokens: matrix.product(tokens))
+
+    def expert_product_transposed(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """`x[t] @ W[e]`: the gradient of `expert_product` in its activations, [T, K]."""
+        return self._each_expert(x, offsets, self.shape[-1], lambda matrix, tokens: matrix.product_transposed(tokens))
+
+    def _each_expert(
+        self,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        width: int,
+        product: Callable[[NinferTensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        rows, begin, products = self.shape[-2], 0, []
+        for expert, end in enumerate(offsets.tolist()):
+            if end > begin:
+                matrix = self.take_rows(expert * rows, (expert + 1) * rows, self.shape[-2:])
+                products.append(product(matrix, x[begin:end]))
+            begin = max(begin, end)
+        return torch.cat([*products, x.new_zeros((x.shape[0] - begin, width))])
+
+    # What hosts ask of any tensor.
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Packed bytes of the planes. A row view counts planes that it shares with its parent whole."""
-        return sum(plane.nbytes for plane in self.call[0])
+        return sum(plane.nbytes for plane in self.planes.values())
 
     @property
     def bits_per_weight(self) -> float:
@@ -115,53 +197,17 @@ class NinferTensor(torch.Tensor):
         """Packed bytes per logical element, so that `numel() * element_size()` is what the tensor occupies."""
         return self.nbytes / max(self.numel(), 1)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The plain dense weight: exact in float32, rounded once to a narrower `dtype`."""
-        planes, format, geometry, _, _ = self.call
-        return torch.ops.ninfer.dequantize(planes, format, geometry, dtype).reshape(self.shape)
-
-    def with_policy(self, policy: str) -> NinferTensor:
-        """The same words under another activation policy; planes are shared."""
-        planes, format, geometry, _, dtype = self.call
-        return make_tensor(format, planes, geometry, self.shape, dtype, policy)
-
-    def cut_columns(self, begin: int, end: int) -> list[torch.Tensor]:
-        """Planes of columns [begin, end), repacked as a layout of their own; LayoutError unless the cut falls on whole groups."""
-        raise NotImplementedError(f"{type(self).__name__}.cut_columns")
-
-    def check_cut(self, begin: int, end: int, step: int) -> None:
-        """Raise LayoutError unless columns [begin, end) are whole groups of `step`; the matrix's own end is always whole."""
-        columns = self.geometry.columns
-        if begin % step or (end % step and end != columns):
-            raise LayoutError(
-                f"columns [{begin}, {end}) of a {self.format} weight of K = {columns} are not whole groups of {step}; "
-                "call dequantize() and slice the values"
-            )
-
     def data_ptr(self) -> int:
         """Address of the first plane: hosts tell tied weights apart by it."""
-        return self.call[0][0].data_ptr()
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        rows, begin, parent_rows = self.geometry.rows, self.geometry.row_begin, self.geometry.parent_rows
-        view = "" if rows == parent_rows else f", rows {begin}..{begin + rows} of {parent_rows}"
-        return (
-            f"{type(self).__name__}(format={self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"bits_per_weight={self.bits_per_weight:.4g}{view})"
-        )
+        return next(iter(self.planes.values())).data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NinferTensor:
         if id(self) not in memo:
-            memo[id(self)] = _marked(self.clone(), self)  # type: ignore[arg-type]
+            memo[id(self)] = mark_parameter(self.clone(), hasattr(self, "_is_param"))  # type: ignore[arg-type]
         return memo[id(self)]
 
     def __copy__(self) -> NinferTensor:
-        return _marked(self.detach(), self)  # type: ignore[arg-type]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        planes, format, geometry, policy, dtype = self.call
-        planes = [_own_storage(plane) for plane in planes]
-        return rebuild, (format, planes, tuple(geometry), tuple(self.shape), dtype, policy, hasattr(self, "_is_param"))
+        return mark_parameter(self.detach(), hasattr(self, "_is_param"))  # type: ignore[arg-type]
 
     def requires_grad_(self, requires_grad: bool = True) -> NinferTensor:
         if requires_grad:
@@ -173,6 +219,13 @@ class NinferTensor(torch.Tensor):
 
     def share_memory_(self) -> NoReturn:
         raise refusal("share_memory_", (self,), "forked processes share planes that are mapped from a file as they are")
+
+    def storage(self) -> NoReturn:
+        # Not an UnsupportedOperation: safetensors takes a NotImplementedError for "no storage" and writes what lies behind data_ptr.
+        raise NinferError(
+            f"a quantized weight {list(self.formats)} has no storage of its own to share or to write as dense safetensors; "
+            "ninfer_torch.save(model, path) writes an artifact, torch.save keeps the words, dequantize() gives values"
+        )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise refusal("numpy", (self,), "call dequantize().numpy() for values, planes[name].numpy() for words")
@@ -188,64 +241,29 @@ def refusal(
     operation: str, args: Any, way_out: str = "call dequantize() on it for a dense copy"
 ) -> UnsupportedOperation:
     """The error for an operation that packed weights do not define."""
-    formats = sorted({value.format for value in args if isinstance(value, NinferTensor)})
+    formats = sorted({name for value in args if isinstance(value, NinferTensor) for name in value.formats})
     return UnsupportedOperation(f"{operation} is not defined for a quantized weight {formats}; {way_out}")
 
 
-def make_tensor(
-    format: str,
-    planes: Sequence[torch.Tensor],
-    geometry: Geometry,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    policy: str,
-) -> NinferTensor:
-    """Wrap planes that fit `format` and `geometry` as a tensor of logical `shape` and compute dtype `dtype`.
-
-    The planes are neither read nor copied. Raises UnsupportedOperation for a `dtype` that is not floating or an unknown policy.
-    """
+def new_wrapper(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """An empty wrapper tensor of class `cls`. Raises UnsupportedOperation for a compute dtype that is not floating."""
     if not dtype.is_floating_point:
         raise UnsupportedOperation(
             f"a quantized weight computes in a floating dtype, found {dtype}; its codes stay packed"
         )
-    if policy not in POLICIES:
-        raise UnsupportedOperation(f"unknown activation policy {policy!r}; known: {', '.join(POLICIES)}")
-    cls = FAMILIES[get_format(format).family]
     with torch.inference_mode(False):  # a wrapper made in inference mode could not be the view of an ordinary one
-        tensor: NinferTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=planes[0].device)
-    for name, plane in zip(plane_names(format), planes, strict=True):
-        setattr(tensor, name, plane)
-    tensor.format, tensor.geometry, tensor.policy = format, geometry, policy
-    tensor.call = (list(planes), format, geometry, policy, dtype)
+        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    tensor.compute_dtype = dtype
     return tensor
 
 
-def rebuild(
-    format: str,
-    planes: Sequence[torch.Tensor],
-    geometry: tuple[int, ...],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    policy: str,
-    is_parameter: bool,
-) -> NinferTensor:
-    """The inverse of pickling, and on torch's list of functions that `weights_only=True` may call."""
-    tensor = make_tensor(get_format(format).name, planes, Geometry(*geometry), shape, dtype, policy)
+def mark_parameter(tensor: NinferTensor, is_parameter: bool) -> NinferTensor:
+    """Set torch's mark of a Parameter that wraps a custom tensor."""
     if is_parameter:
         tensor._is_param = True
     return tensor
 
 
-torch.serialization.add_safe_globals([rebuild])
-
-
-def _marked(copy: NinferTensor, original: NinferTensor) -> NinferTensor:
-    """Carry over torch's mark of a Parameter that wraps a custom tensor."""
-    if hasattr(original, "_is_param"):
-        copy._is_param = True
-    return copy
-
-
-def _own_storage(plane: torch.Tensor) -> torch.Tensor:
-    """The plane where it fills its storage, else a copy: pickling a view would write the storage whole."""
-    return plane if plane.untyped_storage().nbytes() == plane.nbytes else plane.clone()
+def count_rows(shape: Sequence[int]) -> int:
+    """Rows of a tensor [..., N, K], over all leading axes."""
+    return math.prod(shape[:-1])

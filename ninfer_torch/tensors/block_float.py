@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ninfer_torch.formats import BlockFloatFormat
-from ninfer_torch.tensors.base import FAMILIES, NinferTensor
+from ninfer_torch.tensors.packed import FAMILIES, PackedTensor
 
 
-class BlockFloatTensor(NinferTensor):
+class BlockFloatTensor(PackedTensor):
     """Planes: `codes` uint8 [N, K/2], `scales` uint8 tiles [N/128, K/64, 32, 4, 4], `divisors` float32 [d].
 
     The scale tiles and the divisors of a row view are those of its parent.

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ninfer_torch.errors import ConversionError, LayoutError
+from ninfer_torch.errors import ConversionError, LayoutError, UnsupportedOperation
 from ninfer_torch.formats import FORMATS, BlockFloatFormat, DirectFormat, Format, get_format
 from ninfer_torch.kernels.packing import join_planes, pack_codes, unpack_codes
 from ninfer_torch.layouts import Geometry, Plane, planes_of, split_planes
-from ninfer_torch.tensors.base import NinferTensor, make_tensor
+from ninfer_torch.tensors.composed import ComposedTensor
+from ninfer_torch.tensors.packed import PackedTensor, make_tensor
 
 __all__ = ["decode", "encode", "wrap_planes"]
 
@@ -28,8 +29,8 @@ def wrap_planes(
 ) -> torch.Tensor:
     """The tensor of one complete object over its planes, which are neither read nor copied.
 
-    A direct format gives its one plane as a plain tensor; a quantized one a `NinferTensor` of compute dtype `dtype`. Raises LayoutError
-    when a plane's shape or dtype is not the layout's.
+    A direct format gives its one plane as a plain tensor; a quantized one a `NinferTensor` of compute dtype `dtype`.
+    Raises LayoutError when a plane's shape or dtype is not the layout's.
     """
     record, specs = get_format(format), planes_of(format, shape, divisors)
     if len(planes) != len(specs):
@@ -63,25 +64,29 @@ def decode(
 def encode(tensor: torch.Tensor, format: str | Format | None = None) -> bytes:
     """The payload of an object that holds `tensor`: its words as they are.
 
-    A plain tensor must be of a direct format's dtype. A row view is repacked as an object of its own. Giving `format` asserts it: another
-    one raises ConversionError, since values never change type on the way (`cast_direct` and `quantize` do that by name); so does a
-    plain tensor of any other dtype. Raises LayoutError for a view that its layout cannot hold (nvfp4 rows that are not whole tiles).
+    A plain tensor must be of a direct format's dtype. A row view is repacked as an object of its own. Giving `format`
+    asserts it: another one raises ConversionError, since values never change type on the way (`cast_direct` and
+    `quantize` do that by name); so does a plain tensor of any other dtype. Raises LayoutError for a view that its
+    layout cannot hold (nvfp4 rows that are not whole tiles), and UnsupportedOperation for a composed weight, which is
+    several objects.
     """
-    found = tensor.format if isinstance(tensor, NinferTensor) else _DIRECT_OF.get(tensor.dtype)
+    if isinstance(tensor, ComposedTensor):
+        raise UnsupportedOperation(f"encode: a {type(tensor).__name__} is not one object; {tensor.way_to_store}")
+    found = tensor.format if isinstance(tensor, PackedTensor) else _DIRECT_OF.get(tensor.dtype)
     wanted = None if format is None else get_format(format).name
     if found is None or wanted not in (None, found):
         raise ConversionError(
             f"a tensor of {found or tensor.dtype} is not encoded as {wanted or 'any direct format'} implicitly; "
             "use cast_direct for bf16, fp32 or int32, quantize for a quantized format"
         )
-    if not isinstance(tensor, NinferTensor):
+    if not isinstance(tensor, PackedTensor):
         plain = tensor.detach().cpu().contiguous()
         return join_planes([plain], planes_of(found, tuple(plain.shape)))
     planes, specs = _own_planes(tensor)
     return join_planes([plane.cpu() for plane in planes], specs)
 
 
-def _own_planes(tensor: NinferTensor) -> tuple[Sequence[torch.Tensor], tuple[Plane, ...]]:
+def _own_planes(tensor: PackedTensor) -> tuple[Sequence[torch.Tensor], tuple[Plane, ...]]:
     """Planes of the tensor as one complete object, and where the layout puts them."""
     planes, format, geometry, _, _ = tensor.call
     if isinstance(get_format(format), BlockFloatFormat):  # its planes may be a parent's, or a gather's

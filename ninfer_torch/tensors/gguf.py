@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ninfer_torch.formats import GgufFormat, get_format
-from ninfer_torch.tensors.base import FAMILIES, NinferTensor
+from ninfer_torch.tensors.packed import FAMILIES, PackedTensor
 
 
-class GgufTensor(NinferTensor):
+class GgufTensor(PackedTensor):
     """Plane: `blocks` uint8 [N, row bytes]."""
 
     blocks: torch.Tensor

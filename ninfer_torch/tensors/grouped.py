@@ -6,10 +6,10 @@ import torch
 
 from ninfer_torch.formats import GroupedFormat, get_format
 from ninfer_torch.layouts import planes_of
-from ninfer_torch.tensors.base import FAMILIES, NinferTensor
+from ninfer_torch.tensors.packed import FAMILIES, PackedTensor
 
 
-class GroupedTensor(NinferTensor):
+class GroupedTensor(PackedTensor):
     """Planes: `codes` uint8 [N, groups, bytes], `high` uint8 [N, groups, bytes] (q5, q6), `scales` float16 [N, groups]."""
 
     codes: torch.Tensor

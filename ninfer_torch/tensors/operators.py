@@ -10,30 +10,21 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ninfer_torch.errors import LayoutError, UnsupportedOperation
-from ninfer_torch.layouts import Geometry, gather_rows, join_rows, slice_rows
+from ninfer_torch.layouts import join_rows
 from ninfer_torch.tensors import functions
-from ninfer_torch.tensors.base import OPERATORS, NinferTensor, make_tensor, refusal
+from ninfer_torch.tensors.base import OPERATORS, NinferTensor, refusal
+from ninfer_torch.tensors.packed import PackedTensor
 from ninfer_torch.tensors.transposed import TransposedTensor
 
 aten = torch.ops.aten
 
 
-def _like(
-    weight: NinferTensor,
-    planes: Sequence[torch.Tensor],
-    geometry: Geometry | None = None,
-    shape: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
-) -> NinferTensor:
-    """A tensor of the same format and policy over other planes."""
-    _, format, old_geometry, policy, old_dtype = weight.call
-    return make_tensor(format, planes, geometry or old_geometry, shape or weight.shape, dtype or old_dtype, policy)
-
-
-def _each_plane(weight: Any, apply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _each_plane(
+    weight: Any, apply: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
+) -> torch.Tensor:
     if isinstance(weight, TransposedTensor):
-        return TransposedTensor(_like(weight.weight, [apply(plane) for plane in weight.weight.call[0]]))
-    return _like(weight, [apply(plane) for plane in weight.call[0]])
+        return TransposedTensor(weight.weight.map_planes(apply, dtype=dtype))
+    return weight.map_planes(apply, dtype=dtype)
 
 
 def _view(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
@@ -58,9 +49,13 @@ def _to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    only_cast = dtype not in (None, weight.dtype)  # words are the same in every compute dtype: share what stays in place
-    moved = [plane.to(device=device, non_blocking=non_blocking, copy=not only_cast) for plane in weight.call[0]]
-    return _like(weight, moved, dtype=dtype)
+    only_cast = dtype not in (
+        None,
+        weight.dtype,
+    )  # words are the same in every compute dtype: share what stays in place
+    return _each_plane(
+        weight, lambda plane: plane.to(device=device, non_blocking=non_blocking, copy=not only_cast), dtype
+    )
 
 
 def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> torch.Tensor:
@@ -68,24 +63,15 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> to
         raise refusal(
             "copy_ between quantized and dense tensors", (target, source), "quantize(w, format) or dequantize() first"
         )
-    if not _same_place(target, source):
+    if target.structure != source.structure:
         raise UnsupportedOperation(f"copy_ needs one format and geometry, found {source!r} into {target!r}")
-    for mine, theirs in zip(target.call[0], source.call[0], strict=True):
+    for mine, theirs in zip(target.planes.values(), source.planes.values(), strict=True):
         mine.copy_(theirs, non_blocking)
     return target
 
 
-def _same_place(first: NinferTensor, second: NinferTensor) -> bool:
-    return first.format == second.format and first.geometry == second.geometry and first.shape == second.shape
-
-
 def _empty_like(func: Any, weight: NinferTensor, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
-    return _like(weight, [torch.empty_like(plane, device=device) for plane in weight.call[0]], dtype=dtype)
-
-
-def _rows(weight: NinferTensor, begin: int, end: int, shape: Sequence[int]) -> NinferTensor:
-    planes, format, geometry, _, _ = weight.call
-    return _like(weight, *slice_rows(format, planes, geometry, begin, end), shape=shape)
+    return _each_plane(weight, lambda plane: torch.empty_like(plane, device=device), dtype)
 
 
 def _slice(func: Any, weight: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> torch.Tensor:
@@ -103,7 +89,7 @@ def _slice(func: Any, weight: Any, dim: int = 0, start: Any = None, end: Any = N
         out = _columns(weight, begin, begin + count, shape)
     elif dim == 0:
         inner = math.prod(weight.shape[1:-1])
-        out = _rows(weight, begin * inner, (begin + count) * inner, shape)
+        out = weight.take_rows(begin * inner, (begin + count) * inner, shape)
     else:
         raise refusal(f"a slice along axis {dim} of {weight.dim()}", (weight,), "select a matrix of the bank first")
     return _view(func, (weight, dim, start, end, step), out)
@@ -111,8 +97,8 @@ def _slice(func: Any, weight: Any, dim: int = 0, start: Any = None, end: Any = N
 
 def _columns(weight: NinferTensor, begin: int, end: int, shape: Sequence[int]) -> NinferTensor:
     if begin >= end:
-        raise LayoutError(f"columns [{begin}, {end}) of a {weight.format} weight are empty")
-    return _like(weight, weight.cut_columns(begin, end), weight.geometry._replace(columns=end - begin), shape)
+        raise LayoutError(f"columns [{begin}, {end}) of a {', '.join(weight.formats)} weight are empty")
+    return weight.take_columns(begin, end, shape)
 
 
 def _split(func: Any, weight: NinferTensor, sizes: int | list[int], dim: int = 0) -> list[torch.Tensor]:
@@ -131,7 +117,7 @@ def _select(func: Any, weight: NinferTensor, dim: int, index: int) -> torch.Tens
     if not -weight.shape[0] <= index < weight.shape[0]:
         raise IndexError(f"index {index} is out of range for a bank of {weight.shape[0]}")
     index, inner = index % weight.shape[0], math.prod(weight.shape[1:-1])
-    out = _rows(weight, index * inner, (index + 1) * inner, weight.shape[1:])
+    out = weight.take_rows(index * inner, (index + 1) * inner, weight.shape[1:])
     return _view(func, (weight, dim, index), out)
 
 
@@ -146,18 +132,17 @@ def _reshape(func: Any, weight: NinferTensor, size: Sequence[int]) -> torch.Tens
         raise refusal(
             f"view({list(size)}) of {list(weight.shape)}", (weight,), "only leading axes may be viewed; rows stay whole"
         )
-    return _view(func, (weight, size), _like(weight, weight.call[0], shape=shape))
+    return _view(func, (weight, size), weight.with_shape(shape))
 
 
 def _index_select(func: Any, weight: NinferTensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     if dim % weight.dim() != 0:
         raise refusal(f"index_select along axis {dim}", (weight,), "only rows may be gathered")
-    planes, format, geometry, _, _ = weight.call
     inner = math.prod(weight.shape[1:-1])
     if index.numel() and not bool(((index >= 0) & (index < weight.shape[0])).all()):
         raise IndexError(f"index_select: indices must lie in [0, {weight.shape[0]})")
     rows = (index.reshape(-1, 1) * inner + torch.arange(inner, device=index.device)).reshape(-1)
-    return _like(weight, *gather_rows(format, planes, geometry, rows), shape=(index.numel(), *weight.shape[1:]))
+    return weight.gather_rows(rows, (index.numel(), *weight.shape[1:]))
 
 
 def _index(func: Any, weight: NinferTensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -171,14 +156,14 @@ def _index(func: Any, weight: NinferTensor, indices: Sequence[torch.Tensor | Non
 
 def _cat(func: Any, weights: Sequence[Any], dim: int = 0) -> torch.Tensor:
     first = weights[0]
-    alike = all(
-        isinstance(w, NinferTensor) and w.format == first.format and w.shape[1:] == first.shape[1:] for w in weights
+    alike = isinstance(first, PackedTensor) and all(
+        isinstance(w, PackedTensor) and w.format == first.format and w.shape[1:] == first.shape[1:] for w in weights
     )
     if not alike or dim % first.dim() != 0:
-        raise refusal("cat other than of the rows of one format and width", weights)
+        raise refusal("cat other than of the rows of one format and width", weights, "stack_rows joins any formats")
     parts = [(w.call[0], w.geometry) for w in weights]
     shape = (sum(w.shape[0] for w in weights), *first.shape[1:])
-    return _like(first, *join_rows(first.format, parts), shape=shape)
+    return first.over(*join_rows(first.format, parts), shape)
 
 
 def _stack(func: Any, weights: Sequence[Any], dim: int = 0) -> torch.Tensor:
@@ -190,16 +175,11 @@ def _stack(func: Any, weights: Sequence[Any], dim: int = 0) -> torch.Tensor:
 
 def _equal(func: Any, first: Any, second: Any) -> bool:
     """Same format, same words. A quantized and a dense tensor are never equal."""
-    if not (isinstance(first, NinferTensor) and isinstance(second, NinferTensor)) or first.format != second.format:
-        return False
-    if first.shape != second.shape:
-        return False
-    own = [join_rows(weight.format, [(weight.call[0], weight.geometry)])[0] for weight in (first, second)]
-    return all(torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) for mine, theirs in zip(*own, strict=True))
+    return isinstance(first, NinferTensor) and isinstance(second, NinferTensor) and first.equal_words(second)
 
 
 def _is_pinned(func: Any, weight: NinferTensor, device: Any = None) -> bool:
-    return all(plane.is_pinned() for plane in weight.call[0])
+    return all(plane.is_pinned() for plane in weight.planes.values())
 
 
 def _pin_memory(func: Any, weight: NinferTensor, device: Any = None) -> torch.Tensor:

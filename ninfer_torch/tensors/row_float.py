@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ninfer_torch.formats import RowFloatFormat
-from ninfer_torch.tensors.base import FAMILIES, NinferTensor
+from ninfer_torch.tensors.packed import FAMILIES, PackedTensor
 
 
-class RowFloatTensor(NinferTensor):
+class RowFloatTensor(PackedTensor):
     """Planes: `codes` uint8 [N, K] and `scales` bfloat16 [N], or `records` uint8 [N, K + 2], the binary16 scale last."""
 
     codes: torch.Tensor

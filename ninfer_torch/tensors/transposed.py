@@ -74,14 +74,12 @@ def _permute(func: Any, weight: Any, dims: list[int]) -> torch.Tensor:
 def product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight (+ bias)` for x [M, *] and a weight that is a quantized matrix or the transpose of one."""
     if isinstance(weight, TransposedTensor):
-        planes, format, geometry, policy, dtype = weight.weight.call
-        check_dtype("matmul", x, dtype)
-        return torch.ops.ninfer.linear(x, planes, format, geometry, bias, policy)
+        check_dtype("matmul", x, weight.weight.compute_dtype)
+        return weight.weight.product(x, bias)
     if not isinstance(weight, NinferTensor):
         raise refusal("a matmul with the quantized weight on the left", (x, weight), "write it as F.linear(x, w)")
-    planes, format, geometry, _, dtype = weight.call
-    check_dtype("matmul", x, dtype)
-    out = torch.ops.ninfer.linear_backward(x, planes, format, geometry)
+    check_dtype("matmul", x, weight.compute_dtype)
+    out = weight.product_transposed(x)
     return out if bias is None else out + bias
 
 
@@ -107,11 +105,11 @@ def _bmm(func: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
 def _grouped_mm(
     func: Any, x: torch.Tensor, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
-    if not isinstance(weight, TransposedTensor) or offs is None or bias is not None or out_dtype not in (None, x.dtype):
-        raise refusal("_grouped_mm other than grouped_mm(x, bank.transpose(-2, -1), offs)", (weight,))
-    planes, format, geometry, policy, dtype = weight.weight.call
-    check_dtype("_grouped_mm", x, dtype)
-    return torch.ops.ninfer.expert_linear(x, planes, format, geometry, offs, policy)
+    bank = weight.weight if isinstance(weight, TransposedTensor) else weight
+    if not isinstance(bank, NinferTensor) or offs is None or bias is not None or out_dtype not in (None, x.dtype):
+        raise refusal("_grouped_mm other than grouped_mm(x, bank.transpose(-2, -1), offs)", (bank,))
+    check_dtype("_grouped_mm", x, bank.compute_dtype)
+    return bank.expert_product_transposed(x, offs) if bank is weight else bank.expert_product(x, offs)
 
 
 OPERATORS.update(

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file, save_model
 from torch import nn
 
-from ninfer_torch.errors import UnsupportedOperation
+from ninfer_torch.errors import NinferError, UnsupportedOperation
 from ninfer_torch.tensors import NinferTensor
 from quantized import FAMILIES, QUANTIZED, random_weight
 
@@ -147,6 +148,17 @@ def test_parameters_are_rebuilt_as_hosts_do(format: str) -> None:
         assert torch.equal(again, weight) and again.shape == weight.shape and not again.requires_grad
     assert parameter.data_ptr() == weight.data_ptr() != 0
     assert not weight.is_pinned()
+
+
+def test_safetensors_refuses_to_write_dense_bytes(tmp_path: Path) -> None:
+    layer = model("q4_g64_fp16")
+    for save in (
+        lambda: save_file(dict(layer.state_dict()), tmp_path / "a.safetensors"),
+        lambda: save_model(layer, str(tmp_path / "a.safetensors")),
+    ):
+        with pytest.raises(NinferError, match="ninfer_torch.save"):
+            save()
+    assert not list(tmp_path.iterdir())
 
 
 def test_copy_refuses_other_formats_and_dense_values() -> None:
