@@ -1,4 +1,7 @@
-"""The `.ninfer` container, version 3: a checked, mapped reader and a streaming, all-or-nothing writer."""
+"""The `.ninfer` container: a checked, mapped reader and a streaming, all-or-nothing writer of version 3.
+
+Files of versions 1 and 2 are read, and rewritten as version 3 by `upgrade`.
+"""
 
 from ninfer_torch.artifact.reader import Artifact, open_artifact
 from ninfer_torch.artifact.schema import (
@@ -13,6 +16,7 @@ from ninfer_torch.artifact.schema import (
     TensorObject,
     Use,
 )
+from ninfer_torch.artifact.upgrade import upgrade
 from ninfer_torch.artifact.writer import ArtifactWriter, rewrite
 
 __all__ = [
@@ -30,4 +34,5 @@ __all__ = [
     "Use",
     "open_artifact",
     "rewrite",
+    "upgrade",
 ]

@@ -1,6 +1,6 @@
 """Frames of the files of a container: headers, payload starts, and how the payload is cut over files.
 
-Source of the rules: spec/container.md 2, 3 and 11. Everything is little-endian; no torch here.
+Source of the rules: spec/container.md 2, 3, 11 and 13.1. Everything is little-endian; no torch here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ninfer_torch.errors import ArtifactError
 __all__ = [
     "ENTRY_MAGIC",
     "HEADER_BYTES",
+    "LEGACY_VERSIONS",
     "MAX_JSON_BYTES",
     "PAGE",
     "PART_MAGIC",
@@ -24,7 +25,6 @@ __all__ = [
     "PartHeader",
     "Piece",
     "part_name",
-    "payload_start",
     "pieces",
     "plan_files",
 ]
@@ -32,6 +32,8 @@ __all__ = [
 HEADER_BYTES = 32
 PAGE = 4096
 VERSION = 3
+LEGACY_VERSIONS = (1, 2)
+"""Older container versions, read but never written: one file, a shorter header without an id."""
 ENTRY_MAGIC = b"NINFER\x00" + bytes([VERSION])
 PART_MAGIC = b"NINPRT\x00" + bytes([VERSION])
 
@@ -39,6 +41,9 @@ MAX_JSON_BYTES = 1 << 28
 """Longest directory that is read: a broken header must not ask for all memory, and real ones stay under 2^24 bytes."""
 
 _HEADER = struct.Struct("<8sQ16s")
+_LEGACY_HEADER = struct.Struct("<8sQ")
+_HEADERS = {VERSION: _HEADER} | dict.fromkeys(LEGACY_VERSIONS, _LEGACY_HEADER)
+_NO_ID = bytes(16)
 
 
 def _page_up(value: int) -> int:
@@ -47,17 +52,28 @@ def _page_up(value: int) -> int:
 
 @dataclass(frozen=True)
 class EntryHeader:
-    """The first 32 bytes of an entry file."""
+    """The first bytes of an entry file: 32 in version 3, 16 in versions 1 and 2, whose `artifact_id` reads as zeros."""
 
     json_bytes: int
     artifact_id: bytes
+    version: int = VERSION
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the JSON text."""
+        return _HEADERS[self.version].size
+
+    @property
+    def payload_start(self) -> int:
+        """File offset of the entry's payload segment."""
+        return _page_up(self.header_bytes + self.json_bytes)
 
     def pack(self) -> bytes:
         return _HEADER.pack(ENTRY_MAGIC, self.json_bytes, self.artifact_id)
 
     @classmethod
     def parse(cls, data: bytes, file_bytes: int, where: str) -> EntryHeader:
-        """The header in `data`, the first bytes of a file of `file_bytes` bytes.
+        """The header in `data`, the first HEADER_BYTES bytes of a file of `file_bytes` bytes, or all of a shorter one.
 
         Raises ArtifactError of kind `framing` for a short file, another magic or version, or an impossible JSON length.
         """
@@ -66,22 +82,34 @@ class EntryHeader:
             if not condition:
                 raise ArtifactError(f"{where}: header: {reason}", kind="framing")
 
-        check(len(data) >= HEADER_BYTES, f"the file is {file_bytes} bytes long, expected at least {HEADER_BYTES}")
-        magic, json_bytes, artifact_id = _HEADER.unpack(data[:HEADER_BYTES])
+        check(len(data) >= len(ENTRY_MAGIC), f"the file is {file_bytes} bytes long, expected at least {HEADER_BYTES}")
+        magic = data[: len(ENTRY_MAGIC)]
         check(magic[:6] != PART_MAGIC[:6], "this is a continuation file of an artifact, open its entry file")
         check(
             magic[:7] == ENTRY_MAGIC[:7],
             f"found magic {magic.hex(' ')}, expected {ENTRY_MAGIC.hex(' ')} (not a .ninfer file)",
         )
-        check(
-            magic[7] == VERSION, f"container version {magic[7]}; this version of ninfer_torch reads version {VERSION}"
-        )
-        room = file_bytes - HEADER_BYTES
+        version = magic[7]
+        check(version in _HEADERS, _unknown_version(version))
+        size = _HEADERS[version].size
+        check(len(data) >= size, f"the file is {file_bytes} bytes long, expected at least {size}")
+        _, json_bytes, *rest = _HEADERS[version].unpack(data[:size])
+        artifact_id = rest[0] if rest else _NO_ID
+        room = file_bytes - size
         check(
             1 <= json_bytes <= room, f"json_bytes is {json_bytes}, expected 1 to {room} in a file of {file_bytes} bytes"
         )
         check(json_bytes <= MAX_JSON_BYTES, f"json_bytes is {json_bytes}, expected at most {MAX_JSON_BYTES}")
-        return cls(json_bytes, artifact_id)
+        return cls(json_bytes, artifact_id, version)
+
+
+def _unknown_version(found: int) -> str:
+    older = " and ".join(map(str, LEGACY_VERSIONS))
+    return (
+        f"found container version {found}, expected version {', '.join(map(str, LEGACY_VERSIONS))} or {VERSION}. Install a "
+        f"newer ninfer-torch (pip install --upgrade ninfer-torch), or have the program that wrote the file write version "
+        f"{VERSION}; `ninfer-torch upgrade OLD NEW` does that for versions {older} only"
+    )
 
 
 @dataclass(frozen=True)
@@ -114,11 +142,6 @@ class PartHeader:
         )
         expected = PAGE + payload_bytes
         check(file_bytes == expected, f"the file is {file_bytes} bytes long, expected exactly {expected}")
-
-
-def payload_start(index: int, json_bytes: int) -> int:
-    """File offset of the payload segment of file `index`."""
-    return _page_up(HEADER_BYTES + json_bytes) if index == 0 else PAGE
 
 
 class Piece(NamedTuple):
@@ -157,12 +180,12 @@ def plan_files(
     """
     files: tuple[FileRecord, ...] = (FileRecord(None, payload_bytes),)
     text = dump(files)
-    start = payload_start(0, len(text))
+    start = _page_up(HEADER_BYTES + len(text))
     if limit is not None and start + payload_bytes > limit:
         while True:
             files = _cut(entry_name, payload_bytes, limit, start)
             text = dump(files)
-            needed = payload_start(0, len(text))
+            needed = _page_up(HEADER_BYTES + len(text))
             if needed <= start:
                 break
             start = needed

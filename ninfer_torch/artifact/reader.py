@@ -1,4 +1,4 @@
-"""Reading artifacts: `open_artifact` and what it returns. Source: spec/container.md 2 to 10."""
+"""Reading artifacts: `open_artifact` and what it returns. Source: spec/container.md 2 to 10, and 13."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from ninfer_torch.artifact.bindings import bound_tensor, dequantized_binding
 from ninfer_torch.artifact.schema import Binding, Component, FileRecord, Object, ResourceObject, TensorObject, Use
 from ninfer_torch.artifact.storage import CHUNK_BYTES, FileSet
-from ninfer_torch.errors import ArtifactError, FormatError, LayoutError
+from ninfer_torch.errors import ArtifactError, FormatError, LayoutError, UnsupportedOperation
+from ninfer_torch.formats import get_format
 from ninfer_torch.kernels.checks import check_payload
 from ninfer_torch.layouts import RESOURCE_ENCODING, Plane, get_layout
 from ninfer_torch.tensors import NinferTensor, wrap_planes
@@ -25,6 +26,9 @@ __all__ = ["Artifact", "open_artifact"]
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
     """Open a `.ninfer` file by its entry file; only header and directory are read.
+
+    Files of container versions 1 and 2 open as the version 3 artifact they amount to, with their old object names as
+    ids; see `Artifact.unbound` for those whose parameters are not known.
 
     Raises ArtifactError for anything spec/container.md 10 makes fatal on opening. Part files are opened when an object
     in them is read. They are looked up beside `path` as given, and may be symbolic links only where `path` is one.
@@ -57,8 +61,18 @@ class Artifact:
         return self._files.path
 
     @property
+    def version(self) -> int:
+        """The container version of the file: 3, or 1 or 2 of an older file."""
+        return self._files.header.version
+
+    @property
+    def unbound(self) -> str | None:
+        """Why a file of container version 1 or 2 has objects only and no bindings; None where it has bindings."""
+        return self._files.unbound
+
+    @property
     def artifact_id(self) -> str:
-        """The id shared by all files of the set, as 32 hexadecimal digits."""
+        """The id shared by all files of the set, as 32 hexadecimal digits; zeros in versions 1 and 2, which have none."""
         return self._files.header.artifact_id.hex()
 
     @property
@@ -124,6 +138,23 @@ class Artifact:
         record, planes = self._tensor_planes(object_id)
         return self._wrap(record, [self._read_plane(record, plane) for plane in planes])
 
+    def read_elements(self, object_id: str, begin: int, end: int) -> Tensor:
+        """Elements [begin, end) of a tensor object of a direct format, flat, read into fresh memory like `read_tensor`.
+
+        Raises UnsupportedOperation for a quantized object and ArtifactError of kind `range` for elements it lacks.
+        """
+        record, planes = self._tensor_planes(object_id)
+        if len(planes) != 1 or get_format(record.format).quantized:
+            raise UnsupportedOperation(
+                f"{self.path}: {self._places[object_id]} of format {record.format} has no elements to read one by one; "
+                "slice rows of tensor(object_id), or dequantize() it"
+            )
+        if not 0 <= begin <= end <= record.elements:
+            self._fail(f"{self._places[object_id]} has elements [0, {record.elements}), not [{begin}, {end})", "range")
+        dtype = planes[0].dtype
+        words = self._read_bytes(record.offset + begin * dtype.itemsize, (end - begin) * dtype.itemsize)
+        return words.view(dtype)
+
     def _wrap(self, record: TensorObject, planes: Sequence[Tensor]) -> Tensor:
         return wrap_planes(record.format, record.shape, planes, divisors=record.divisors)
 
@@ -185,7 +216,8 @@ class Artifact:
 
     def _binding(self, name: str) -> Binding:
         if name not in self.bindings:
-            self._fail(f"no parameter {name!r} among {len(self.bindings)} bindings", "reference")
+            note = f": {self.unbound}" if self.unbound else ""
+            self._fail(f"no parameter {name!r} among {len(self.bindings)} bindings{note}", "reference")
         return self.bindings[name]
 
     def _named(self, name: str, prefix: str = "") -> str:
@@ -204,13 +236,8 @@ class Artifact:
         Format, layout, size and alignment are always checked (kind `encoding`); `check=True` also refuses words outside
         the format's language and nonzero bytes in gaps between planes (kind `value`).
         """
+        self.check_object(object_id)
         record = self._record(object_id)
-        if isinstance(record, TensorObject):
-            self._tensor_planes(object_id)
-        elif record.encoding != RESOURCE_ENCODING:
-            self._fail(
-                f"{self._places[object_id]}: encoding {record.encoding!r}, expected {RESOURCE_ENCODING!r}", "encoding"
-            )
         if not (check and isinstance(record, TensorObject)):
             return b"".join(map(bytes, self.object_chunks(object_id)))
         payload = self._read_bytes(record.offset, record.bytes)
@@ -219,6 +246,19 @@ class Artifact:
         except FormatError as error:
             raise ArtifactError(f"{self.path}: {error}", kind="value") from error
         return payload.numpy().tobytes()
+
+    def check_object(self, object_id: str) -> None:
+        """Check format, layout, size and alignment of a tensor, or the encoding of a resource, reading no byte of it.
+
+        Raises ArtifactError of kind `encoding`.
+        """
+        record = self._record(object_id)
+        if isinstance(record, TensorObject):
+            self._tensor_planes(object_id)
+        elif record.encoding != RESOURCE_ENCODING:
+            self._fail(
+                f"{self._places[object_id]}: encoding {record.encoding!r}, expected {RESOURCE_ENCODING!r}", "encoding"
+            )
 
     def object_chunks(self, object_id: str, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
         """The stored bytes of one object, uninterpreted, in a reused buffer: use each chunk before taking the next."""

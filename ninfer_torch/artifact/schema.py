@@ -6,10 +6,23 @@ through the same checks. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from ninfer_torch.artifact.checking import (
+    MAX_RANK,
+    U64_MAX,
+    Place,
+    is_identifier,
+    json_array,
+    json_identifier,
+    json_integer,
+    json_mapping,
+    json_members,
+    json_object,
+    json_shape,
+    shown,
+)
 from ninfer_torch.artifact.jsontext import dump_json, parse_json
 from ninfer_torch.artifact.records import (
     ACTIVATION_POLICIES,
@@ -24,7 +37,6 @@ from ninfer_torch.artifact.records import (
     TensorObject,
     Use,
 )
-from ninfer_torch.errors import ArtifactError
 
 __all__ = [
     "ACTIVATION_POLICIES",
@@ -43,25 +55,9 @@ __all__ = [
     "dump_directory",
     "is_identifier",
     "parse_directory",
+    "read_descriptor",
+    "read_objects",
 ]
-
-U64_MAX = 2**64 - 1
-MAX_RANK = 16
-
-T = TypeVar("T")
-
-
-class _Place(NamedTuple):
-    """A spot in a directory, for messages: the file, and the record within it."""
-
-    file: str
-    record: str
-
-    def at(self, suffix: str) -> _Place:
-        return _Place(self.file, self.record + suffix)
-
-    def fail(self, reason: str, kind: str = "schema") -> NoReturn:
-        raise ArtifactError(f"{self.file}: {self.record}: {reason}", kind=kind)
 
 
 def parse_directory(data: bytes, where: str, entry_name: str | None = None) -> Directory:
@@ -70,122 +66,68 @@ def parse_directory(data: bytes, where: str, entry_name: str | None = None) -> D
     `where` names the file in messages. `entry_name` is the bare name the entry was opened under, which no part may
     carry. Raises ArtifactError saying file, record, what was found and what was expected.
     """
-    place = _Place(where, "directory")
-    root = _members(
+    place = Place(where, "directory")
+    root = json_members(
         parse_json(data, where),
         place,
         ("components", "objects", "bindings", "uses", "files"),
         ("metadata", "provenance"),
     )
-    files = _files(root["files"], _Place(where, "files"), entry_name)
+    files = _files(root["files"], Place(where, "files"), entry_name)
     payload = sum(record.payload_bytes for record in files)
-    objects = _objects(root["objects"], _Place(where, "objects"), payload)
+    objects = read_objects(root["objects"], Place(where, "objects"), payload, read_descriptor)
     by_id = {record.id: record for record in objects}
-    components = _components(root["components"], _Place(where, "components"), by_id)
-    bindings = _mapping(root["bindings"], _Place(where, "bindings"), lambda value, spot: _binding(value, spot, by_id))
-    uses = _uses(root["uses"], _Place(where, "uses"), bindings, by_id)
-    metadata = _object(root.get("metadata", {}), _Place(where, "metadata"))
+    components = _components(root["components"], Place(where, "components"), by_id)
+    bindings = json_mapping(
+        root["bindings"], Place(where, "bindings"), lambda value, spot: _binding(value, spot, by_id)
+    )
+    uses = _uses(root["uses"], Place(where, "uses"), bindings, by_id)
+    metadata = json_object(root.get("metadata", {}), Place(where, "metadata"))
     if "name" in metadata:
-        _identifier(metadata["name"], _Place(where, "metadata.name"))
-    provenance = _object(root.get("provenance", {}), _Place(where, "provenance"))
+        json_identifier(metadata["name"], Place(where, "metadata.name"))
+    provenance = json_object(root.get("provenance", {}), Place(where, "provenance"))
     return Directory(components, objects, bindings, uses, files, metadata, provenance)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _object(value: Any, place: _Place) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        place.fail(f"found {_shown(value)}, expected an object")
-    return value
-
-
-def _array(value: Any, place: _Place, empty: bool = True) -> list[Any]:
-    if not isinstance(value, list) or not (value or empty):
-        place.fail(f"found {_shown(value)}, expected {'an' if empty else 'a non-empty'} array")
-    return value
-
-
-def _members(value: Any, place: _Place, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    record = _object(value, place)
-    for name in required:
-        if name not in record:
-            place.fail(f"member {name!r} is missing")
-    for name in record:
-        if name not in required and name not in optional:
-            place.fail(f"unknown member {name!r}, expected {', '.join(required + optional)}")
-    return record
-
-
-def is_identifier(value: Any) -> bool:
-    """Whether `value` is an ID: a non-empty string without U+0000 that UTF-8 can hold (spec/container.md 1)."""
-    if not isinstance(value, str) or not value or "\0" in value:
-        return False
-    return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-def _identifier(value: Any, place: _Place) -> str:
-    if not is_identifier(value):
-        place.fail(f"found {_shown(value)}, expected a non-empty string without U+0000 and lone surrogates")
-    return value
-
-
-def _integer(value: Any, place: _Place, least: int) -> int:
-    if type(value) is not int or not least <= value <= U64_MAX:
-        place.fail(f"found {_shown(value)}, expected an integer from {least} to 2^64-1")
-    return value
-
-
-def _mapping(value: Any, place: _Place, read: Callable[[Any, _Place], T]) -> Mapping[str, T]:
-    result = {}
-    for name, item in _object(value, place).items():
-        _identifier(name, place)
-        result[name] = read(item, place.at(f"[{name!r}]"))
-    return MappingProxyType(result)
-
-
-def _files(value: Any, place: _Place, entry_name: str | None) -> tuple[FileRecord, ...]:
+def _files(value: Any, place: Place, entry_name: str | None) -> tuple[FileRecord, ...]:
     files: list[FileRecord] = []
     names = set() if entry_name is None else {entry_name}
     total = 0
-    for index, item in enumerate(_array(value, place, empty=False)):
+    for index, item in enumerate(json_array(value, place, empty=False)):
         spot = place.at(f"[{index}]")
-        record = _members(item, spot, ("path", "payload_bytes"))
+        record = json_members(item, spot, ("path", "payload_bytes"))
         path = record["path"]
         if index == 0:
             if path is not None:
-                spot.fail(f"path: found {_shown(path)}, expected null for the entry file")
+                spot.fail(f"path: found {shown(path)}, expected null for the entry file")
         else:
             _check_part_name(path, spot.at(".path"), names)
             names.add(path)
-        total += _integer(record["payload_bytes"], spot.at(".payload_bytes"), 1)
+        total += json_integer(record["payload_bytes"], spot.at(".payload_bytes"), 1)
         if total > U64_MAX:
             spot.fail("the payload bytes of all files sum to more than 2^64-1", "range")
         files.append(FileRecord(path, record["payload_bytes"]))
     return tuple(files)
 
 
-def _check_part_name(path: Any, place: _Place, taken: set[str]) -> None:
+def _check_part_name(path: Any, place: Place, taken: set[str]) -> None:
     if not isinstance(path, str):
-        place.fail(f"found {_shown(path)}, expected a file name")
+        place.fail(f"found {shown(path)}, expected a file name")
     if not is_identifier(path) or path in (".", "..") or "/" in path or "\\" in path:
-        place.fail(f"found {_shown(path)}, expected a bare file name in the folder of the entry", "file")
+        place.fail(f"found {shown(path)}, expected a bare file name in the folder of the entry", "file")
     if path in taken:
-        place.fail(f"{_shown(path)} names the entry or an earlier part, expected one name for each file", "file")
+        place.fail(f"{shown(path)} names the entry or an earlier part, expected one name for each file", "file")
 
 
-_TENSOR_MEMBERS = ("id", "kind", "shape", "format", "layout", "offset", "bytes")
-_RESOURCE_MEMBERS = ("id", "kind", "encoding", "offset", "bytes")
-
-
-def _objects(value: Any, place: _Place, payload: int) -> tuple[Object, ...]:
+def read_objects(value: Any, place: Place, payload: int, read: Callable[[Any, Place], Object]) -> tuple[Object, ...]:
+    """The records of an `objects` array, each read by `read`: unique ids, ascending and disjoint ranges inside `payload`
+    bytes (spec/container.md 5).
+    """
     objects: list[Object] = []
     seen: set[str] = set()
     end = 0
-    for index, item in enumerate(_array(value, place, empty=False)):
-        record = _descriptor(item, place.at(f"[{index}]"))
+    for index, item in enumerate(json_array(value, place, empty=False)):
+        record = read(item, place.at(f"[{index}]"))
         spot = place.at(f"[{index}] {record.id!r}")
         if record.id in seen:
             spot.fail("an earlier object has this id, expected unique ids")
@@ -203,89 +145,82 @@ def _objects(value: Any, place: _Place, payload: int) -> tuple[Object, ...]:
     return tuple(objects)
 
 
-def _descriptor(value: Any, place: _Place) -> Object:
-    kind = _object(value, place).get("kind")
+_TENSOR_MEMBERS = ("kind", "shape", "format", "layout", "offset", "bytes")
+_RESOURCE_MEMBERS = ("kind", "encoding", "offset", "bytes")
+
+
+def read_descriptor(value: Any, place: Place, id_member: str = "id", optional: Sequence[str] = ("divisors",)) -> Object:
+    """One object descriptor. `id_member` names its id, `optional` what a tensor may have besides the fixed members."""
+    kind = json_object(value, place).get("kind")
     if kind == "tensor":
-        record = _members(value, place, _TENSOR_MEMBERS, ("divisors",))
+        record = json_members(value, place, (id_member, *_TENSOR_MEMBERS), tuple(optional))
     elif kind == "resource":
-        record = _members(value, place, _RESOURCE_MEMBERS)
+        record = json_members(value, place, (id_member, *_RESOURCE_MEMBERS))
     else:
-        place.fail(f"kind: found {_shown(kind)}, expected 'tensor' or 'resource'")
-    name = _identifier(record["id"], place.at(".id"))
+        place.fail(f"kind: found {shown(kind)}, expected 'tensor' or 'resource'")
+    name = json_identifier(record[id_member], place.at(f".{id_member}"))
     place = place.at(f" {name!r}")
-    offset = _integer(record["offset"], place.at(".offset"), 0)
-    size = _integer(record["bytes"], place.at(".bytes"), 1)
+    offset = json_integer(record["offset"], place.at(".offset"), 0)
+    size = json_integer(record["bytes"], place.at(".bytes"), 1)
     if kind == "resource":
-        return ResourceObject(name, _identifier(record["encoding"], place.at(".encoding")), offset, size)
+        return ResourceObject(name, json_identifier(record["encoding"], place.at(".encoding")), offset, size)
     return TensorObject(
         name,
-        _shape(record["shape"], place.at(".shape")),
-        _identifier(record["format"], place.at(".format")),
-        _identifier(record["layout"], place.at(".layout")),
+        json_shape(record["shape"], place.at(".shape")),
+        json_identifier(record["format"], place.at(".format")),
+        json_identifier(record["layout"], place.at(".layout")),
         offset,
         size,
-        _integer(record.get("divisors", 1), place.at(".divisors"), 1),
+        json_integer(record.get("divisors", 1), place.at(".divisors"), 1),
     )
 
 
-def _shape(value: Any, place: _Place) -> tuple[int, ...]:
-    extents = _array(value, place)
-    if len(extents) > MAX_RANK:
-        place.fail(f"found rank {len(extents)}, expected at most {MAX_RANK}")
-    elements = 1
-    for axis, extent in enumerate(extents):
-        elements *= _integer(extent, place.at(f"[{axis}]"), 1)
-    if elements > U64_MAX:
-        place.fail(f"found {_shown(extents)}, expected at most 2^64-1 elements")
-    return tuple(extents)
-
-
-def _components(value: Any, place: _Place, objects: Mapping[str, Object]) -> Mapping[str, Component]:
-    records = _object(value, place)
+def _components(value: Any, place: Place, objects: Mapping[str, Object]) -> Mapping[str, Component]:
+    records = json_object(value, place)
     if not records:
         place.fail("found no component, expected at least one")
 
-    def resource(target: Any, spot: _Place) -> str:
-        if not isinstance(objects.get(_identifier(target, spot)), ResourceObject):
+    def resource(target: Any, spot: Place) -> str:
+        if not isinstance(objects.get(json_identifier(target, spot)), ResourceObject):
             spot.fail(f"found {target!r}, expected the id of a resource object", "reference")
         return target
 
-    def component(item: Any, spot: _Place) -> Component:
-        record = _members(item, spot, ("config",), ("target", "resources", "proposal"))
-        config = _object(record["config"], spot.at(".config"))
+    def component(item: Any, spot: Place) -> Component:
+        record = json_members(item, spot, ("config",), ("target", "resources", "proposal"))
+        config = json_object(record["config"], spot.at(".config"))
         target = record.get("target")
-        if "target" in record and _identifier(target, spot.at(".target")) not in records:
+        if "target" in record and json_identifier(target, spot.at(".target")) not in records:
             spot.at(".target").fail(f"found {target!r}, expected a component: {', '.join(records)}", "reference")
-        resources = _mapping(record.get("resources", {}), spot.at(".resources"), resource)
+        resources = json_mapping(record.get("resources", {}), spot.at(".resources"), resource)
         proposal = _proposal(record["proposal"], spot.at(".proposal")) if "proposal" in record else None
         return Component(config, target, resources, proposal)
 
-    components = _mapping(records, place, component)
+    components = json_mapping(records, place, component)
     for name, record in components.items():
         if record.proposal is not None and name != "text":
             place.at(f"[{name!r}]").fail("has a proposal, expected one only in component 'text'")
     return components
 
 
-def _proposal(value: Any, place: _Place) -> Proposal:
-    record = _members(value, place, ("domain",), ("rows",))
+def _proposal(value: Any, place: Place) -> Proposal:
+    record = json_members(value, place, ("domain",), ("rows",))
     domain = record["domain"]
     if domain == "full" and "rows" not in record:
         return Proposal("full")
     if domain == "indexed" and "rows" in record:
-        return Proposal("indexed", _integer(record["rows"], place.at(".rows"), 1))
-    place.fail(f"found {_shown(record)}, expected domain 'full' without rows or 'indexed' with rows")
+        return Proposal("indexed", json_integer(record["rows"], place.at(".rows"), 1))
+    place.fail(f"found {shown(record)}, expected domain 'full' without rows or 'indexed' with rows")
 
 
-def _binding(value: Any, place: _Place, objects: Mapping[str, Object]) -> Binding:
-    record = _object(value, place)
+def _binding(value: Any, place: Place, objects: Mapping[str, Object]) -> Binding:
+    record = json_object(value, place)
     if record.keys() == {"object"}:
         return Binding(_tensor(record["object"], place.at(".object"), objects).id)
     if record.keys() != {"parts"}:
         place.fail(f"found members {', '.join(record) or 'none'}, expected either 'object' or 'parts'")
     parts: list[Part] = []
     total = 0
-    for index, item in enumerate(_array(record["parts"], place.at(".parts"), empty=False)):
+    for index, item in enumerate(json_array(record["parts"], place.at(".parts"), empty=False)):
         part = _part(item, place.at(f".parts[{index}]"), objects)
         total += part.end - part.begin
         if total > U64_MAX:
@@ -294,14 +229,14 @@ def _binding(value: Any, place: _Place, objects: Mapping[str, Object]) -> Bindin
     return Binding(None, tuple(parts))
 
 
-def _part(value: Any, place: _Place, objects: Mapping[str, Object]) -> Part:
-    record = _members(value, place, ("object", "range"))
+def _part(value: Any, place: Place, objects: Mapping[str, Object]) -> Part:
+    record = json_members(value, place, ("object", "range"))
     parent = _tensor(record["object"], place.at(".object"), objects)
     spot = place.at(".range")
-    bounds = _array(record["range"], spot)
+    bounds = json_array(record["range"], spot)
     if len(bounds) != 2:
-        spot.fail(f"found {_shown(bounds)}, expected two integers")
-    begin, end = (_integer(bound, spot, 0) for bound in bounds)
+        spot.fail(f"found {shown(bounds)}, expected two integers")
+    begin, end = (json_integer(bound, spot, 0) for bound in bounds)
     if not begin < end <= parent.elements:
         spot.fail(
             f"found [{begin}, {end}), expected a non-empty range of the {parent.elements} elements of {parent.id!r}",
@@ -310,8 +245,8 @@ def _part(value: Any, place: _Place, objects: Mapping[str, Object]) -> Part:
     return Part(parent.id, begin, end)
 
 
-def _tensor(value: Any, place: _Place, objects: Mapping[str, Object]) -> TensorObject:
-    record = objects.get(_identifier(value, place))
+def _tensor(value: Any, place: Place, objects: Mapping[str, Object]) -> TensorObject:
+    record = objects.get(json_identifier(value, place))
     if not isinstance(record, TensorObject):
         place.fail(
             f"found {value!r}, {'a resource' if record else 'no object'}; expected the id of a tensor object",
@@ -320,14 +255,14 @@ def _tensor(value: Any, place: _Place, objects: Mapping[str, Object]) -> TensorO
     return record
 
 
-def _uses(value: Any, place: _Place, bindings: Mapping[str, Binding], objects: Mapping[str, Object]) -> tuple[Use, ...]:
+def _uses(value: Any, place: Place, bindings: Mapping[str, Binding], objects: Mapping[str, Object]) -> tuple[Use, ...]:
     uses: list[Use] = []
     seen: set[tuple[str, str]] = set()
-    for index, item in enumerate(_array(value, place)):
+    for index, item in enumerate(json_array(value, place)):
         spot = place.at(f"[{index}]")
-        record = _members(item, spot, ("parameter", "input"), ("activation_policy", "auxiliaries"))
-        parameter = _identifier(record["parameter"], spot.at(".parameter"))
-        name = _identifier(record["input"], spot.at(".input"))
+        record = json_members(item, spot, ("parameter", "input"), ("activation_policy", "auxiliaries"))
+        parameter = json_identifier(record["parameter"], spot.at(".parameter"))
+        name = json_identifier(record["input"], spot.at(".input"))
         if parameter not in bindings:
             spot.at(".parameter").fail(f"found {parameter!r}, expected a bound parameter", "reference")
         if (parameter, name) in seen:
@@ -335,8 +270,8 @@ def _uses(value: Any, place: _Place, bindings: Mapping[str, Binding], objects: M
         seen.add((parameter, name))
         policy = record.get("activation_policy")
         if "activation_policy" in record and policy not in ACTIVATION_POLICIES:
-            spot.at(".activation_policy").fail(f"found {_shown(policy)}, expected {', '.join(ACTIVATION_POLICIES)}")
-        auxiliaries = _mapping(
+            spot.at(".activation_policy").fail(f"found {shown(policy)}, expected {', '.join(ACTIVATION_POLICIES)}")
+        auxiliaries = json_mapping(
             record.get("auxiliaries", {}), spot.at(".auxiliaries"), lambda entry, where: _binding(entry, where, objects)
         )
         uses.append(Use(parameter, name, policy, auxiliaries, "auxiliaries" in record and not auxiliaries))

@@ -1,6 +1,6 @@
 """The open files of an artifact: exact reads, one private mapping per file, parts opened when first needed.
 
-Source of the rules: spec/container.md 2 and 3. No torch here.
+Source of the rules: spec/container.md 2, 3 and 13.1. No torch here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from ninfer_torch.artifact.framing import HEADER_BYTES, EntryHeader, PartHeader, payload_start, pieces
+from ninfer_torch.artifact.framing import HEADER_BYTES, PAGE, VERSION, EntryHeader, PartHeader, pieces
+from ninfer_torch.artifact.legacy import parse_legacy_directory
 from ninfer_torch.artifact.schema import Directory, parse_directory
 from ninfer_torch.errors import ArtifactError
 
@@ -106,6 +107,7 @@ class Span(NamedTuple):
 class FileSet:
     """An artifact's files. The entry's header and directory are read and checked at once, parts when first touched.
 
+    `directory` is what the file says in version 3 terms; `unbound` says why a file of an older version has no bindings.
     Parts are looked up by bare name beside the entry path as it was given. Symbolic links are followed for them only
     when the entry itself is one (a Hub snapshot links every file into a store); otherwise a linked part is refused.
     """
@@ -118,23 +120,27 @@ class FileSet:
         self._closed = False
         try:
             self.header = EntryHeader.parse(entry.read(0, HEADER_BYTES), entry.size, str(path))
-            self.directory = self._read_directory(entry)
+            self.directory, self.unbound = self._read_directory(entry)
         except BaseException:
             self.close()
             raise
         self._linked = path.is_symlink()
 
-    def _read_directory(self, entry: OpenFile) -> Directory:
-        text = entry.read(HEADER_BYTES, self.header.json_bytes)
-        directory = parse_directory(text, str(self.path), self.path.name)
-        expected = payload_start(0, self.header.json_bytes) + directory.files[0].payload_bytes
+    def _read_directory(self, entry: OpenFile) -> tuple[Directory, str | None]:
+        header, where = self.header, str(self.path)
+        text = entry.read(header.header_bytes, header.json_bytes)
+        if header.version != VERSION:
+            legacy = parse_legacy_directory(text, header.version, entry.size - header.payload_start, where)
+            return legacy.directory, legacy.unbound
+        directory = parse_directory(text, where, self.path.name)
+        expected = header.payload_start + directory.files[0].payload_bytes
         if entry.size != expected:
             raise ArtifactError(
                 f"{self.path}: the file is {entry.size} bytes long, expected exactly {expected} "
-                f"(payload start {expected - directory.files[0].payload_bytes} + files[0].payload_bytes)",
+                f"(payload start {header.payload_start} + files[0].payload_bytes)",
                 kind="framing",
             )
-        return directory
+        return directory, None
 
     def file(self, index: int) -> OpenFile:
         """File `index`, opened and checked at first use. Raises ArtifactError of kind `file`."""
@@ -155,9 +161,12 @@ class FileSet:
     def spans(self, begin: int, end: int) -> list[Span]:
         """The file bytes that hold logical bytes [begin, end), in order."""
         return [
-            Span(self.file(piece.file), payload_start(piece.file, self.header.json_bytes) + piece.offset, piece.bytes)
+            Span(self.file(piece.file), self._payload_start(piece.file) + piece.offset, piece.bytes)
             for piece in pieces(self.directory.files, begin, end)
         ]
+
+    def _payload_start(self, index: int) -> int:
+        return self.header.payload_start if index == 0 else PAGE
 
     def read_into(self, begin: int, target: memoryview) -> None:
         """Fill `target` with the logical bytes from `begin`."""

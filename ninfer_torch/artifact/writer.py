@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar, final
 from torch import Tensor
 
 from ninfer_torch.artifact.framing import PAGE, EntryHeader, PartHeader, plan_files
+from ninfer_torch.artifact.journal import Journal
 from ninfer_torch.artifact.reader import Artifact
 from ninfer_torch.artifact.schema import (
     Binding,
@@ -36,7 +37,7 @@ from ninfer_torch.artifact.schema import (
 from ninfer_torch.artifact.staging import StagedFiles
 from ninfer_torch.errors import ArtifactError
 from ninfer_torch.layouts import RESOURCE_ENCODING, align_up, encoded_bytes, layout_of
-from ninfer_torch.tensors import NinferTensor, encode
+from ninfer_torch.tensors import PackedTensor, encode
 
 __all__ = ["ArtifactWriter", "rewrite"]
 
@@ -140,7 +141,7 @@ class ArtifactWriter:
 
     def _source(self, record: TensorObject, payload: Any) -> ByteSource:
         if isinstance(payload, Tensor):
-            shape = payload.geometry[:2] if isinstance(payload, NinferTensor) else tuple(payload.shape)
+            shape = payload.geometry[:2] if isinstance(payload, PackedTensor) else tuple(payload.shape)
             if shape != record.shape:
                 self._fail(
                     f"tensor {record.id!r} has shape {list(shape)}, declared as {list(record.shape)}", "encoding"
@@ -191,28 +192,36 @@ class ArtifactWriter:
     def _fail(self, reason: str, kind: str) -> NoReturn:
         raise ArtifactError(f"{self.path}: {reason}", kind=kind)
 
-    def finish(self, progress: Callable[[int], None] | None = None) -> None:
+    def finish(self, progress: Callable[[int], None] | None = None, journal: Journal | None = None) -> None:
         """Write and publish the artifact; `progress` is called with the number of payload bytes just written.
 
         The directory passes the reader's own checks first. Raises ArtifactError naming the record or file at fault.
         After any exception, an interrupt included, no file of this artifact remains, unless its entry was in place.
+        With a `journal`, what is written so far stays for a later process with the same records and journal, which goes
+        on after the last object that is complete.
         """
         self._check_unfinished()
         if not self._objects:
             self._fail("no object was declared, expected at least one", "schema")
         text, files = plan_files(self.path.name, self._end, self._limit, self._dump)
         parse_directory(text, str(self.path), self.path.name)
-        staged = StagedFiles([self.path, *(self.path.with_name(str(record.path)) for record in files[1:])])
+        targets = [self.path, *(self.path.with_name(str(record.path)) for record in files[1:])]
+        staged = StagedFiles(targets, journal.token if journal is not None else None)
+        start = journal.position if journal is not None else 0
         try:
-            with closing(self._payload()) as payload:
+            with closing(self._payload(start, staged, journal)) as payload:
                 stream = _ByteStream(payload, progress)
-                self._write_files(staged, files, text, stream)
+                if start and progress is not None:
+                    progress(start)
+                self._write_files(staged, files, text, stream, start)
                 stream.close()
             staged.publish()
-        except BaseException:
-            staged.discard()
+        except BaseException as error:
+            staged.discard(keep_temporaries=journal is not None and journal.outlives(error))
             raise
         self._finished = True
+        if journal is not None:
+            journal.remove()
 
     def _dump(self, files: tuple[FileRecord, ...]) -> bytes:
         return dump_directory(
@@ -228,24 +237,39 @@ class ArtifactWriter:
         )
 
     def _write_files(
-        self, staged: StagedFiles, files: tuple[FileRecord, ...], text: bytes, stream: _ByteStream
+        self, staged: StagedFiles, files: tuple[FileRecord, ...], text: bytes, stream: _ByteStream, start: int
     ) -> None:
+        """Write the files, of which payload bytes [0, `start`) are in place."""
+        position = 0
         for index, record in enumerate(files):
             if index == 0:
                 head = EntryHeader(len(text), self._artifact_id).pack() + text
             else:
                 head = PartHeader(index, self._artifact_id).pack().ljust(PAGE, b"\0")
-            with staged.create(index) as write:
-                write(head)
-                stream.copy(record.payload_bytes, write)
+            present = min(max(start - position, 0), record.payload_bytes)
+            if present and staged.head(index, len(head)) != head:
+                self._fail(
+                    f"the unfinished file {index} begins otherwise than expected; it cannot be continued", "file"
+                )
+            with staged.create(index, len(head) + present if present else 0) as write:
+                if not present:
+                    write(head)
+                stream.copy(record.payload_bytes - present, write)
             written, expected = staged.size(index), len(head) + record.payload_bytes
             if written != expected:
                 self._fail(f"file {index} is {written} bytes long, expected {expected}", "file")
+            position += record.payload_bytes
 
-    def _payload(self) -> Generator[memoryview, None, None]:
-        """The logical payload in order: every object exactly once and exactly its bytes, gaps zero."""
+    def _payload(self, start: int, staged: StagedFiles, journal: Journal | None) -> Generator[memoryview, None, None]:
+        """The logical payload from `start` in order: every object exactly once and exactly its bytes, gaps zero.
+
+        A consumer asks for a chunk once it has written the one before: then an object that ended there is complete.
+        """
         position = 0
         for record, source in zip(self._objects.values(), self._sources, strict=True):
+            if record.end <= start:
+                position = record.end
+                continue
             if record.offset > position:
                 yield memoryview(bytes(record.offset - position))
             done = 0
@@ -260,6 +284,8 @@ class ArtifactWriter:
                 count = f"at least {done}" if done > record.bytes else str(done)
                 self._fail(f"payload of object {record.id!r} has {count} bytes, expected {record.bytes}", "encoding")
             position = record.end
+            if journal is not None:
+                journal.reached(position, staged.sync)
 
     def __enter__(self) -> ArtifactWriter:
         return self
@@ -325,11 +351,12 @@ def rewrite(
     artifact_id: str | bytes | None = None,
     max_file_bytes: int | None = None,
     progress: Callable[[int], None] | None = None,
+    keep_offsets: bool = False,
 ) -> None:
     """Copy an artifact: same objects in the same order with the same bytes, same records, files cut anew.
 
-    Objects are laid out as a writer lays them out, so unusual gaps close. Their bytes are not interpreted: an
-    object of a format unknown here is copied too.
+    Objects are laid out as a writer lays them out, so unusual gaps close, unless `keep_offsets`. Their bytes are not
+    interpreted: an object of a format unknown here is copied too.
     """
     writer = ArtifactWriter(path, artifact_id=artifact_id, max_file_bytes=max_file_bytes)
     writer.metadata.update(artifact.metadata)
@@ -339,6 +366,6 @@ def rewrite(
     writer._uses.extend(artifact.uses)
     for record in artifact.objects.values():
         alignment = TENSOR_ALIGNMENT if isinstance(record, TensorObject) else 1
-        moved = replace(record, offset=align_up(writer.planned_bytes, alignment))
-        writer._append(moved, partial(artifact.object_chunks, record.id))
+        offset = record.offset if keep_offsets else align_up(writer.planned_bytes, alignment)
+        writer._append(replace(record, offset=offset), partial(artifact.object_chunks, record.id))
     writer.finish(progress)

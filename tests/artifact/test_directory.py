@@ -42,18 +42,19 @@ def test_the_base_artifact_opens(tmp_path: Path) -> None:
     assert artifact.resource("r.note") == tiny.NOTE
 
 
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [
-        (1, "container version 1; this version of ninfer_torch reads version 3"),
-        (2, "container version 2; this version of ninfer_torch reads version 3"),
-        (9, "container version 9; this version of ninfer_torch reads version 3"),
-    ],
-)
-def test_other_versions_are_refused_by_number(tmp_path: Path, version: int, message: str) -> None:
+@pytest.mark.parametrize("version", [0, 4, 9, 255])
+def test_other_versions_are_refused_by_number(tmp_path: Path, version: int) -> None:
     path = tmp_path / "a.ninfer"
     path.write_bytes(tiny.entry_bytes(BASE, tiny.payload(), magic=b"NINFER\0" + bytes([version])))
-    refused(path, "framing", message)
+    way_out = ("pip install --upgrade ninfer-torch", "ninfer-torch upgrade OLD NEW")
+    refused(path, "framing", f"found container version {version}, expected version 1, 2 or 3", *way_out)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_3_body_is_no_older_file(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "a.ninfer"
+    path.write_bytes(tiny.entry_bytes(BASE, tiny.payload(), magic=b"NINFER\0" + bytes([version])))
+    refused(path, "json", "not one JSON value")
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:

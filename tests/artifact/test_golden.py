@@ -194,15 +194,6 @@ def test_hand_cut_segments_are_read_and_rewritten_in_one_piece(tmp_path: Path) -
         assert joined.read_object(object_id) == single.read_object(object_id)
 
 
-@pytest.mark.parametrize(("name", "version"), [("v1_mixed", 1), ("v2_mixed", 2), ("v2_small", 2), ("v2_nvfp4_fp8", 2)])
-def test_older_containers_are_refused_by_version(name: str, version: int) -> None:
-    with pytest.raises(
-        ArtifactError, match=f"container version {version}; this version of ninfer_torch reads"
-    ) as caught:
-        open_artifact(artifact(f"legacy/{name}"))
-    assert caught.value.kind == "framing"
-
-
 def test_the_list_of_written_artifacts_is_complete() -> None:
     golden("ninfer")
     present = {
