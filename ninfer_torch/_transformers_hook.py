@@ -20,6 +20,7 @@ WATCHED = frozenset(
     {
         "transformers.configuration_utils",
         "transformers.generation.configuration_utils",
+        "transformers.modeling_layers",
         "transformers.modeling_utils",
         "transformers.models.auto.auto_factory",
         "transformers.models.auto.image_processing_auto",

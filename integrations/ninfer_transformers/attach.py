@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from ninfer_transformers.mtp import attach_mtp
 from ninfer_transformers.patch import apply_patches, patching_disabled
 from ninfer_transformers.stub import QUANT_METHOD
 
-__all__ = ["REGISTRY", "attach"]
+__all__ = ["LAYERS", "REGISTRY", "attach"]
 
 REGISTRY = "transformers.quantizers.auto"
+LAYERS = "transformers.modeling_layers"
 
 
 def attach(module: ModuleType) -> None:
     """Attach this package to one Transformers module, which is fully imported. Called by ninfer_torch's import hook."""
     if module.__name__ == REGISTRY:
         _register_quantizer(module)
-    elif not patching_disabled():
+    elif patching_disabled():
+        return
+    elif module.__name__ == LAYERS:
+        attach_mtp(module)
+    else:
         apply_patches(module)
 
 

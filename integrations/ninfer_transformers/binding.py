@@ -1,124 +1,137 @@
-"""Which parameter of an artifact fills which parameter of a model, checked on records before a byte of a weight is
+"""Which parameters of an artifact fill which parameter of a model, checked on records before a byte of a weight is
 read.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ninfer_torch.artifact.reader import Artifact
-from ninfer_torch.artifact.schema import TensorObject
-from ninfer_torch.errors import ArtifactError, LayoutError, UnsupportedOperation
+from ninfer_torch.errors import ArtifactError, UnsupportedOperation
 from ninfer_torch.formats import get_format
-from ninfer_torch.layouts import encoded_bytes
-from ninfer_torch.models.generic import COMPONENT, logical_name
-from ninfer_transformers.generic import parameter_names
+from ninfer_torch.models.architectures import architecture_of
+from ninfer_torch.models.assembly import Assembly, build_parameter, plan_parameter
+from ninfer_torch.models.base import ModelParameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["BoundParameter", "bind_parameters", "read_parameter", "untie_separate_weights"]
+__all__ = ["BoundParameter", "bind_parameters", "untie_separate_weights"]
 
 _LISTED = 8
 
 
 @dataclass(frozen=True)
 class BoundParameter:
-    """One parameter of a model and its source.
+    """One parameter of a model and how the artifact makes it.
 
-    `stored` is the artifact's state-dict name, under which the activation policy is found too. `packed_bytes` is what
-    the parameter's share of its objects takes, 0 for a direct format.
+    `keeps_dtype` says that its stored dtype is part of the architecture, whatever the model computes in.
     """
 
-    stored: str
-    shape: tuple[int, ...]
-    packed_bytes: float
+    assembly: Assembly
+    keeps_dtype: bool
+
+    @property
+    def packed_bytes(self) -> float:
+        """What the parameter's share of its objects takes, 0 for a direct one."""
+        return self.assembly.packed_bytes
+
+    def read(self, artifact: Artifact) -> torch.Tensor:
+        """The tensor: planes over the artifact's mapping, or a direct format's words in memory of their own."""
+        return build_parameter(artifact, self.assembly)
 
 
-def bind_parameters(model: PreTrainedModel, artifact: Artifact) -> dict[str, BoundParameter]:
-    """Match every entry of the model's state dict with a parameter of the artifact.
+def bind_parameters(
+    model: PreTrainedModel, artifact: Artifact, shared: Iterable[str] = ()
+) -> dict[str, BoundParameter]:
+    """Match every entry of the model's state dict with parameters of the artifact.
 
-    A tied name that the artifact leaves out, or binds to the same object, is left out here: Transformers ties it. A
-    base model loads from the artifact of a model with a head, whose own parameters it then leaves. Raises
-    ArtifactError, listing the names, where a parameter is missing or left over, LayoutError where a shape differs, and
-    UnsupportedOperation for a quantized one that no linear or embedding layer holds.
+    A tied name that the artifact leaves out, or binds to the same object, is left out here: Transformers ties it.
+    `shared` names entries that are another model's. A model may be a part of what the artifact holds: a base model
+    leaves the head, a text model the vision tower. Raises ArtifactError, listing the names, where a parameter is
+    missing or left over, LayoutError where a shape differs, and UnsupportedOperation for a quantized one that no layer
+    can hold.
     """
-    stored_names = parameter_names(artifact)
-    sources = _match(model, stored_names, artifact)
+    placed = _match(model, artifact, set(shared))
     entries = model.state_dict(keep_vars=True)
     bound = {}
-    for name, stored in sources.items():
-        shape = tuple(entries[name].shape)
-        objects = _check_shape(artifact, name, stored, shape)
-        _check_formats(model, artifact, name, stored, objects)
-        bound[name] = BoundParameter(stored, shape, sum(map(_packed_share, objects)))
+    for name, parameter in placed.items():
+        assembly = plan_parameter(artifact, parameter, tuple(entries[name].shape))
+        if assembly.quantized and any(source.packable is None for source in parameter.sources):
+            _check_layer(model, artifact, name, assembly)
+        bound[name] = BoundParameter(assembly, all(source.format == "fp32" for source in parameter.sources))
     return bound
 
 
 def untie_separate_weights(model: PreTrainedModel, artifact: Artifact) -> None:
     """Follow the artifact where the config ties two weights that it stores apart: nothing of it is thrown away."""
-    stored = set(parameter_names(artifact))
+    placed = architecture_of(artifact).place(model, artifact).placed
     for target, source in list(model.all_tied_weights_keys.items()):
-        if {target, source} <= stored and not _same_binding(artifact, target, source):
+        weights = [placed.get(target), placed.get(source)]
+        if all(weight is not None and _is_bound(artifact, weight) for weight in weights) and not _same_tensor(
+            artifact, *[weight for weight in weights if weight is not None]
+        ):
             del model.all_tied_weights_keys[target]
-            model.config.tie_word_embeddings = False
+            for config in (model.config, model.config.get_text_config()):
+                config.tie_word_embeddings = False
 
 
-def read_parameter(artifact: Artifact, bound: BoundParameter) -> torch.Tensor:
-    """The bound tensor: planes over the artifact's mapping, or a direct format's words in memory of their own."""
-    name = logical_name(bound.stored)
-    if bound.packed_bytes:
-        return artifact.parameter(name, shape=bound.shape)
-    binding = artifact.bindings[name]
-    if binding.object is not None:
-        return artifact.read_tensor(binding.object)
-    return artifact.parameter(name, shape=bound.shape).clone()
-
-
-def _match(model: PreTrainedModel, stored_names: list[str], artifact: Artifact) -> dict[str, str]:
-    """State-dict name -> stored name, complete on both sides."""
-    stored, prefix = set(stored_names), f"{model.base_model_prefix}."
-    names = list(model.state_dict())
-    is_base = not any(name in stored for name in names) and any(prefix + name in stored for name in names)
-    sources = {name: prefix + name if is_base else name for name in names}
-    skipped = _tied_names(model, sources, stored)
-    missing = [name for name in names if sources[name] not in stored and name not in skipped]
-    taken = set(sources.values())
-    unused = [name for name in stored_names if name not in taken and not (is_base and not name.startswith(prefix))]
-    if missing or unused:
+def _match(model: PreTrainedModel, artifact: Artifact, shared: set[str]) -> dict[str, ModelParameter]:
+    """State-dict name -> parameter, complete on both sides."""
+    placement = architecture_of(artifact).place(model, artifact)
+    names = [name for name in model.state_dict() if name not in shared]
+    bound = {name: parameter for name, parameter in placement.placed.items() if _is_bound(artifact, parameter)}
+    tied = {target for target, source in model.all_tied_weights_keys.items() if source in bound}
+    skipped = tied & set(names)
+    missing = [_with_logical(name, placement.placed) for name in names if name not in bound and name not in skipped]
+    if missing or placement.unplaced:
         raise ArtifactError(
             f"{artifact.path}, written for {_architectures(artifact)}, does not fit {type(model).__name__}: "
             f"the model's parameters without a tensor: {_listed(missing)}; "
-            f"the artifact's parameters without a place: {_listed(unused)}",
+            f"the artifact's parameters without a place: {_listed(placement.unplaced)}",
             "reference",
         )
-    return {name: _with_use(artifact, model, name, source) for name, source in sources.items() if name not in skipped}
+    return {name: _with_use(model, name, bound) for name in names if name in bound and name not in skipped}
 
 
-def _tied_names(model: PreTrainedModel, sources: Mapping[str, str], stored: set[str]) -> set[str]:
-    """Names that Transformers fills by tying them to another one."""
-    return {target for target, source in model.all_tied_weights_keys.items() if sources[source] in stored}
+def _is_bound(artifact: Artifact, parameter: ModelParameter) -> bool:
+    return all(source.name in artifact.bindings for source in parameter.sources)
 
 
-def _with_use(artifact: Artifact, model: PreTrainedModel, name: str, source: str) -> str:
-    """The stored name that carries the weight's use: for a tied embedding that of the head."""
-    ties = [target for target, tied_to in model.all_tied_weights_keys.items() if tied_to == name]
-    used = {use.parameter for use in artifact.uses}
-    candidates = [source, *(target for target in ties if logical_name(target) in artifact.bindings)]
-    return next((candidate for candidate in candidates if logical_name(candidate) in used), source)
+def _with_logical(name: str, placed: Mapping[str, ModelParameter]) -> str:
+    """A missing name; where its logical names differ, with the first of them."""
+    sources = [source.name for source in placed[name].sources] if name in placed else []
+    return f"{name} ({', '.join(sources[:3])})" if any("/" in source.partition("/")[2] for source in sources) else name
 
 
-def _same_binding(artifact: Artifact, first: str, second: str) -> bool:
-    return artifact.bindings[logical_name(first)] == artifact.bindings[logical_name(second)]
+def _with_use(model: PreTrainedModel, name: str, bound: Mapping[str, ModelParameter]) -> ModelParameter:
+    """The parameter, with the use that carries its policy and transform: for a tied embedding that of the head."""
+    parameter = bound[name]
+    ties = [target for target, tied_to in model.all_tied_weights_keys.items() if tied_to == name and target in bound]
+    if not ties or any(source.inputs for source in parameter.sources):
+        return parameter
+    head = bound[ties[0]]
+    return replace(parameter, sources=head.sources) if any(source.inputs for source in head.sources) else parameter
+
+
+def _same_tensor(artifact: Artifact, first: ModelParameter, second: ModelParameter) -> bool:
+    """Whether two parameters of one source each are the same rows, stored for the same inputs."""
+    bindings = [[artifact.bindings[source.name] for source in p.sources] for p in (first, second)]
+    if bindings[0] != bindings[1]:
+        return False
+    shape = first.shape or second.shape
+    if shape is None:
+        return True  # shapes known to the model alone: parameters that are read as they are stored
+    plans = [plan_parameter(artifact, parameter, shape) for parameter in (first, second)]
+    return plans[0].segments == plans[1].segments
 
 
 def _architectures(artifact: Artifact) -> str:
-    return ", ".join(artifact.components[COMPONENT].config.get("architectures") or ["an unnamed model class"])
+    return ", ".join(artifact.components["text"].config.get("architectures") or ["an unnamed model class"])
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -127,63 +140,20 @@ def _listed(names: Iterable[str]) -> str:
     return (", ".join(names[:_LISTED]) or "none") + more
 
 
-@dataclass(frozen=True)
-class _Share:
-    """`elements` of one tensor object, as a part of a parameter."""
-
-    record: TensorObject
-    elements: int
-
-
-def _shares(artifact: Artifact, stored: str) -> list[_Share]:
-    binding = artifact.bindings[logical_name(stored)]
-    if binding.object is not None:
-        record = _tensor_record(artifact, binding.object)
-        return [_Share(record, math.prod(record.shape))]
-    return [_Share(_tensor_record(artifact, part.object), part.end - part.begin) for part in binding.parts]
-
-
-def _tensor_record(artifact: Artifact, object_id: str) -> TensorObject:
-    record = artifact.objects[object_id]
-    if not isinstance(record, TensorObject):
-        raise ArtifactError(
-            f"{artifact.path}: object {object_id!r} is bound to a parameter, expected a tensor", "reference"
-        )
-    return record
-
-
-def _check_shape(artifact: Artifact, name: str, stored: str, shape: tuple[int, ...]) -> list[_Share]:
-    shares = _shares(artifact, stored)
-    whole = artifact.bindings[logical_name(stored)].object
-    found = tuple(shares[0].record.shape) if whole is not None else (sum(share.elements for share in shares),)
-    expected = shape if whole is not None else (math.prod(shape),)
-    if found != expected:
-        what = (
-            f"object {whole!r} of shape"
-            if whole is not None
-            else f"parts of objects {[share.record.id for share in shares]} with elements"
-        )
-        raise LayoutError(
-            f"{artifact.path}: parameter {name!r} is bound to {what} {list(found)}, expected {list(expected)}"
-        )
-    return shares
-
-
-def _check_formats(model: PreTrainedModel, artifact: Artifact, name: str, stored: str, shares: list[_Share]) -> None:
-    quantized = [share.record for share in shares if get_format(share.record.format).quantized]
+def _check_layer(model: PreTrainedModel, artifact: Artifact, name: str, assembly: Assembly) -> None:
     module_name, _, leaf = name.rpartition(".")
     module = model.get_submodule(module_name)
-    if quantized and not (isinstance(module, torch.nn.Linear | torch.nn.Embedding) and leaf == "weight"):
-        raise UnsupportedOperation(
-            f"{artifact.path}: parameter {name!r} of a {type(module).__name__} is bound to object "
-            f"{quantized[0].id!r} of format {quantized[0].format}; only the weights of nn.Linear and nn.Embedding stay "
-            "quantized. Convert this parameter to bf16 or fp32, or read its values with "
-            f"open_artifact(path).dequantize_parameter({logical_name(stored)!r})"
-        )
-
-
-def _packed_share(share: _Share) -> float:
-    record = share.record
-    if not get_format(record.format).quantized:
-        return 0
-    return encoded_bytes(record.format, record.shape, record.divisors) * share.elements / math.prod(record.shape)
+    if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and leaf == "weight":
+        return
+    object_id = next(
+        part.object
+        for parts in assembly.ranges
+        for part in parts
+        if get_format(artifact.objects[part.object].format).quantized  # type: ignore[union-attr]
+    )
+    raise UnsupportedOperation(
+        f"{artifact.path}: parameter {name!r} of a {type(module).__name__} is bound to object {object_id!r} of format "
+        f"{artifact.objects[object_id].format}; only the weights of nn.Linear and nn.Embedding stay "  # type: ignore[union-attr]
+        "quantized. Convert this parameter to bf16 or fp32, or read its values with "
+        f"open_artifact(path).dequantize_parameter({assembly.parameter.sources[0].name!r})"
+    )

@@ -17,13 +17,16 @@ from typing import Any
 from ninfer_torch.artifact.reader import Artifact, open_artifact
 from ninfer_torch.convert.hf_source import RESOURCE_FILES
 from ninfer_torch.errors import ArtifactError, NinferError
-from ninfer_transformers.generic import parameter_names, require_generic
+from ninfer_torch.models.architectures import architecture_of
 from ninfer_transformers.locate import find_artifact
 from ninfer_transformers.stub import QUANT_METHOD, STUB_NAME, write_stub
 
 __all__ = ["hub_dir", "overlay_of"]
 
-_VERSION = 1
+_COMPONENTS_WITH_FILES = ("text", "vision")
+"""Components whose resources are files that Transformers reads: tokenizer, chat template, image processors."""
+
+_VERSION = 2
 """Part of the cache key: raise it when the content of an overlay changes."""
 
 
@@ -64,7 +67,7 @@ def _key(source: Path) -> str:
 def _publish(source: Path, folder: Path) -> None:
     """Make the overlay beside its place and rename it into it; of several processes the fastest wins."""
     with open_artifact(source) as artifact:
-        require_generic(artifact)
+        architecture_of(artifact)  # what no table knows is said before a folder is made
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".draft-", dir=folder.parent) as drafts:
@@ -81,18 +84,22 @@ def _publish(source: Path, folder: Path) -> None:
 
 
 def _fill(folder: Path, artifact: Artifact, source: Path) -> None:
-    component = artifact.components["text"]
-    _write_json(folder / "config.json", _checkpoint_config(component.config))
-    write_stub(folder / STUB_NAME, parameter_names(artifact), source.name)
-    for role, object_id in component.resources.items():
-        if role in RESOURCE_FILES:  # names of data files, none of them a path or code
-            (folder / role).write_bytes(artifact.resource(object_id))
+    architecture = architecture_of(artifact)
+    _write_json(folder / "config.json", _marked_config(architecture.checkpoint_config(artifact)))
+    write_stub(folder / STUB_NAME, architecture.checkpoint_names(artifact), source.name)
+    for name in _COMPONENTS_WITH_FILES:
+        for role, object_id in artifact.components[name].resources.items() if name in artifact.components else ():
+            if role in RESOURCE_FILES:  # names of data files, none of them a path or code
+                (folder / role).write_bytes(artifact.resource(object_id))
     for name in [source.name, *(record.path for record in artifact.files if record.path is not None)]:
         (folder / name).symlink_to(source.parent / name)
 
 
-def _checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**config, "transformers_weights": STUB_NAME, "quantization_config": {"quant_method": QUANT_METHOD}}
+def _marked_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, and each part of it that a class may take for its own, with the marks of a stub checkpoint."""
+    marks = {"transformers_weights": STUB_NAME, "quantization_config": {"quant_method": QUANT_METHOD}}
+    parts = {name: {**config[name], **marks} for name in ("text_config", "vision_config") if name in config}
+    return {**config, **parts, **marks}
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

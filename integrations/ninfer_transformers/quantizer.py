@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
-from ninfer_torch.artifact.reader import open_artifact
+from ninfer_torch.artifact.reader import Artifact, open_artifact
 from ninfer_torch.errors import UnsupportedOperation
-from ninfer_torch.tensors.base import NinferTensor, make_tensor
-from ninfer_transformers.binding import BoundParameter, bind_parameters, read_parameter, untie_separate_weights
-from ninfer_transformers.generic import require_generic
+from ninfer_torch.models.architectures import architecture_of
+from ninfer_torch.models.base import module_prefixes
+from ninfer_torch.tensors import NinferTensor
+from ninfer_transformers.binding import BoundParameter, bind_parameters, untie_separate_weights
+from ninfer_transformers.experts import use_packed_experts
 from ninfer_transformers.stub import STUB_DTYPE, artifact_beside
 
 if TYPE_CHECKING:
@@ -22,12 +25,42 @@ if TYPE_CHECKING:
 
 __all__ = ["BindParameter", "NinferQuantizer"]
 
+_MARKS = ("transformers_weights", "quantization_config")
+"""Members by which an overlay marks a config and its parts; the second stays where the model is the quantized one."""
+
+_IGNORED = "_keys_to_ignore_on_load_unexpected"
+"""The model attribute that lists names in a checkpoint which are no mistake."""
+
+
+def _renamings(model: PreTrainedModel, artifact: Artifact) -> list[Any]:
+    """From the names in a stub, those of the checkpoint's class, to the model's own; what the model has no part for is
+    marked as expected and ignored.
+    """
+    architecture = architecture_of(artifact)
+    written, own = architecture.checkpoint_prefixes(artifact), module_prefixes(model, architecture.anchors)
+    absent = [rf"^{re.escape(prefix)}" for anchor, prefix in written.items() if anchor not in own]
+    if written:
+        names = set(model.state_dict())
+        top = [parameter.name for parameter in architecture.parameters(artifact) if not parameter.anchor]
+        absent += [rf"^{re.escape(name)}$" for name in top if name not in names]
+    if absent:
+        setattr(model, _IGNORED, {*(getattr(model, _IGNORED, None) or ()), *absent})
+    return [
+        WeightRenaming(rf"^{re.escape(prefix)}(.+)", rf"{own[anchor]}\1")
+        for anchor, prefix in written.items()
+        if anchor in own and own[anchor] != prefix
+    ]
+
 
 class BindParameter(ConversionOps):
-    """Replaces a stub's empty tensor, which is on the right device already, by the artifact's tensor."""
+    """Replaces a stub's empty tensor, which is on the right device already, by the artifact's tensor.
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    `tensors` are by name; those in `kept` keep their dtype whatever the model's.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], kept: frozenset[str] = frozenset()) -> None:
         self.tensors = tensors
+        self.kept = kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BindParameter:
         return self  # Transformers copies a converter per parameter; they all take from one table
@@ -51,14 +84,8 @@ class BindParameter(ConversionOps):
         ):  # not cast, or cast to what the model has; releases before 5.18 do not cast renamed entries
             dtype = model.get_parameter_or_buffer(name).dtype
         if isinstance(tensor, NinferTensor):
-            return {name: [torch.nn.Parameter(_placed(tensor, empty.device, dtype), requires_grad=False)]}
-        return {name: [tensor.to(device=empty.device, dtype=dtype)]}
-
-
-def _placed(weight: NinferTensor, device: torch.device, dtype: torch.dtype) -> NinferTensor:
-    """The weight on `device` with compute dtype `dtype`; planes that are there already stay as they are, unread."""
-    planes = [plane.to(device) for plane in weight.planes.values()]
-    return make_tensor(weight.format, planes, weight.geometry, weight.shape, dtype, weight.policy)
+            return {name: [torch.nn.Parameter(tensor.placed(empty.device, dtype), requires_grad=False)]}
+        return {name: [tensor.to(device=empty.device, dtype=tensor.dtype if name in self.kept else dtype)]}
 
 
 class NinferQuantizer(HfQuantizer):
@@ -73,6 +100,8 @@ class NinferQuantizer(HfQuantizer):
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._bound: dict[str, BoundParameter] = {}
+        self._renamings: list[Any] = []
+        self._ignored: Any = None
         if not self.pre_quantized:
             raise UnsupportedOperation(
                 "a NinferConfig does not quantize a dense checkpoint on the fly; convert it with "
@@ -102,9 +131,12 @@ class NinferQuantizer(HfQuantizer):
             )
         self.artifact_path = artifact_beside(Path(kwargs["checkpoint_files"][0]))
         with open_artifact(self.artifact_path) as artifact:
-            require_generic(artifact)
             untie_separate_weights(model, artifact)
             self._bound = bind_parameters(model, artifact)
+            self._ignored = getattr(model, _IGNORED, None)
+            self._renamings = _renamings(model, artifact)
+        packed = {name for name, bound in self._bound.items() if bound.assembly.quantized}
+        use_packed_experts(model, packed)
         return model
 
     @torch.inference_mode(False)
@@ -119,16 +151,21 @@ class NinferQuantizer(HfQuantizer):
         if self.artifact_path is None or not self._bound:
             return weight_conversions  # asked after the load, for an adapter's sake
         with open_artifact(self.artifact_path) as artifact:
-            operation = BindParameter({name: read_parameter(artifact, bound) for name, bound in self._bound.items()})
+            tensors = {name: bound.read(artifact) for name, bound in self._bound.items()}
+        operation = BindParameter(tensors, frozenset(name for name, b in self._bound.items() if b.keeps_dtype))
         leaves = {name.rpartition(".")[2] for name in self._bound}
-        return [WeightConverter(f"{leaf}$", leaf, [operation]) for leaf in sorted(leaves)]
+        return self._renamings + [WeightConverter(f"{leaf}$", leaf, [operation]) for leaf in sorted(leaves)]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         """Leave no trace of the stub: the model is its own, not a checkpoint with conversions to undo."""
-        self._bound = {}
+        self._bound, self._renamings = {}, []
+        setattr(model, _IGNORED, self._ignored)
         model._weight_conversions = []  # type: ignore[assignment]
-        if hasattr(model.config, "transformers_weights"):
-            del model.config.transformers_weights
+        parts = [getattr(model.config, name, None) for name in model.config.sub_configs]
+        for config, marks in [(model.config, _MARKS[:1]), *((part, _MARKS) for part in parts)]:
+            for mark in marks:
+                if hasattr(config, mark):
+                    delattr(config, mark)
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:

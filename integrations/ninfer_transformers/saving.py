@@ -18,7 +18,8 @@ from ninfer_torch.convert.methods import cast_direct
 from ninfer_torch.errors import ConversionError, UnsupportedOperation
 from ninfer_torch.layouts import encoded_bytes
 from ninfer_torch.models.generic import COMPONENT, ModelPlan, logical_name, plan_model, use_input
-from ninfer_torch.tensors import NinferTensor, encode
+from ninfer_torch.tensors import NinferTensor, PackedTensor, encode
+from ninfer_torch.tensors.composed import ComposedTensor
 from ninfer_torch.versions import __version__
 
 __all__ = ["save"]
@@ -101,7 +102,11 @@ def _tied_groups(weights: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def _add(writer: ArtifactWriter, object_id: str, weight: torch.Tensor, names: list[str], multiplied: set[str]) -> None:
-    if isinstance(weight, NinferTensor):
+    if isinstance(weight, ComposedTensor):
+        raise UnsupportedOperation(
+            f"save writes one object per parameter; {names[0]} is a {type(weight).__name__}, so {weight.way_to_store}"
+        )
+    if isinstance(weight, PackedTensor):
         writer.tensor(object_id, weight.format, tuple(weight.shape), weight, divisors=_divisors(weight))
     else:
         format = _direct_format(weight)
@@ -119,7 +124,7 @@ def _direct_format(weight: torch.Tensor) -> str:
     return "fp32" if weight.is_floating_point() else "int32"
 
 
-def _divisors(weight: NinferTensor) -> int:
+def _divisors(weight: PackedTensor) -> int:
     """How many divisors the weight has as an object of its own: each takes 4 bytes beyond those of one divisor."""
     if weight.geometry.divisors == 1:
         return 1

@@ -22,6 +22,7 @@ __all__ = [
     "Kind",
     "ModelPlan",
     "PlannedTensor",
+    "build_on_meta",
     "logical_name",
     "plan_model",
     "state_dict_name",
@@ -87,7 +88,7 @@ def plan_model(config: Any) -> ModelPlan:
     Transformers lacks or cannot build.
     """
     architecture = _architecture(config)
-    model = _build_on_meta(architecture, config)
+    model = build_on_meta(architecture, config)
     multiplied = _linear_weights(model)
     head = _weight_of(model.get_output_embeddings, torch.nn.Linear)
     embedding = _weight_of(model.get_input_embeddings, torch.nn.Embedding)
@@ -116,7 +117,8 @@ def _architecture(config: Any) -> str:
     return str(names[0])
 
 
-def _build_on_meta(architecture: str, config: Any) -> Any:
+def build_on_meta(architecture: str, config: Any) -> Any:
+    """A model of the Transformers class `architecture` on the meta device. Raises ConversionError as `plan_model`."""
     import transformers
 
     model_class = getattr(transformers, architecture, None)

@@ -348,12 +348,14 @@ def test_truncated_and_foreign_files_are_refused(artifact: Path, tmp_path: Path)
             AutoModelForCausalLM.from_pretrained(cut)
 
 
-def test_names_of_ninfer_are_refused_by_architecture(tmp_path: Path) -> None:
-    config = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 64}
+@pytest.mark.parametrize("name", ["FooForCausalLM", "Qwen4ExpForCausalLM"])
+def test_unknown_architectures_under_names_of_their_own_are_refused(tmp_path: Path, name: str) -> None:
+    config = {"architectures": [name], "model_type": "foo_text", "hidden_size": 64}
     path = written_artifact(
         tmp_path / "m.ninfer", tiny_llama(), config=config, rename=lambda name: name.replace(".", "/")
     )
-    with pytest.raises(NinferError, match="Qwen3_5ForCausalLM under NInfer's own parameter names.*generic"):
+    named = {"Qwen4ExpForCausalLM": "Qwen3.8-Flash-Next"}.get(name, name)
+    with pytest.raises(NinferError, match=f"{named}.* known are Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM.*generic"):
         AutoModelForCausalLM.from_pretrained(path)
 
 

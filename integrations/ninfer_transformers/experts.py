@@ -1,0 +1,63 @@
+"""Banks of quantized experts, through the interface that Transformers has for implementations of experts.
+
+Tokens are sorted by expert and each bank is one `ninfer::expert_linear`, as with Transformers' own grouped_mm; the
+weights stay packed, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from ninfer_torch.tensors import NinferTensor
+from ninfer_torch.tensors.functions import check_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["IMPLEMENTATION", "packed_experts_forward", "use_packed_experts"]
+
+IMPLEMENTATION = "ninfer"
+_DEFAULT = "grouped_mm"
+"""What Transformers chooses by itself, and on some devices exchanges for one that gathers dense experts."""
+
+
+def packed_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The routed experts of tokens [T, H]: their sum, weighted by `top_k_weights` [T, k] of experts `top_k_index` [T, k].
+
+    Experts that are not quantized, or do not multiply gate and up and then down without biases, are left to
+    Transformers' grouped_mm.
+    """
+    normed = getattr(self, "has_post_expert_norm", False)  # older releases do not know such experts
+    other = self.is_transposed or self.has_bias or not self.has_gate or normed
+    if other or not isinstance(self.gate_up_proj, NinferTensor) or not isinstance(self.down_proj, NinferTensor):
+        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    chosen = top_k_index.shape[-1]
+    experts, order = torch.sort(top_k_index.reshape(-1))
+    every = torch.arange(self.num_experts, device=experts.device, dtype=experts.dtype)
+    offsets = torch.searchsorted(experts, every, right=True).to(torch.int32)
+    inner = self._apply_gate(_multiply(hidden_states[order // chosen], self.gate_up_proj, offsets))
+    products = _multiply(inner, self.down_proj, offsets) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    restored = torch.empty_like(products).index_copy(0, order, products)
+    return restored.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+
+
+def _multiply(tokens: torch.Tensor, bank: NinferTensor, offsets: torch.Tensor) -> torch.Tensor:
+    check_dtype("experts", tokens, bank.compute_dtype)
+    return bank.expert_product(tokens, offsets)
+
+
+def use_packed_experts(model: PreTrainedModel, packed: Iterable[str]) -> None:
+    """Choose this implementation for a model with quantized banks, unless the caller of from_pretrained chose one."""
+    banks = any(len(model.get_parameter(name).shape) == 3 for name in packed)
+    if banks and _DEFAULT in model.get_experts_implementation().values():
+        chosen = model.get_experts_implementation()
+        model.set_experts_implementation({k: IMPLEMENTATION if v == _DEFAULT else v for k, v in chosen.items()})
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, packed_experts_forward)
