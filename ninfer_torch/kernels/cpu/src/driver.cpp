@@ -1,0 +1,132 @@
+#include "driver.h"
+
+#include <cstring>
+
+#include "parallel.h"
+#include "scratch.h"
+
+namespace ninfer {
+
+Grids grids;
+
+bool supported(int instruction_set) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (instruction_set == kAvx2) return avx2;
+  if (instruction_set == kAvx512)
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+#endif
+  return instruction_set == kScalar;
+}
+
+const Kernels& kernels_for(int instruction_set, int format) {
+  switch (instruction_set) {
+    case kAvx512: return *avx512::kernels(format);
+    case kAvx2: return *avx2::kernels(format);
+    default: return *scalar::kernels(format);
+  }
+}
+
+static uint8_t* at(void* data, int64_t element, int dtype) {
+  return static_cast<uint8_t*>(data) + element * int64_t(dtype_bytes(dtype));
+}
+
+void dequantize(const Kernels& kernels, const Matrix& w, void* out, int dtype, int threads) {
+  parallel(worth(w.rows * w.columns, threads), [&](int part, int parts) {
+    const auto [first, last] = share(w.rows, 1, part, parts);
+    kernels.dequantize(w, nullptr, first, last, at(out, first * w.columns, dtype), dtype);
+  });
+}
+
+bool embedding(const Kernels& kernels, const Matrix& w, const int64_t* ids, int64_t count, void* out, int dtype, int threads) {
+  for (int64_t i = 0; i < count; i++)
+    if (ids[i] < 0 || ids[i] >= w.rows) return false;
+  parallel(worth(count * w.columns, threads), [&](int part, int parts) {
+    const auto [first, last] = share(count, 1, part, parts);
+    kernels.dequantize(w, ids, first, last, at(out, first * w.columns, dtype), dtype);
+  });
+  return true;
+}
+
+// Activation rows prepared for a format, in memory of their own; float32 rows that already serve are used as they are.
+class Prepared {
+ public:
+  Prepared(const Kernels& kernels, const void* x, int64_t m, int64_t columns, int dtype, bool int8, int threads)
+      : sizes_(kernels.sizes(columns, int8)), memory_(bytes(kernels, m, columns, dtype, int8)) {
+    if (in_place(kernels, columns, dtype, int8)) {
+      rows.values = static_cast<const float*>(x);
+      rows.stride = columns;
+      return;
+    }
+    uint8_t* next = memory_.data();
+    rows.values = take<float>(next, m, sizes_.values);
+    rows.codes = take<int8_t>(next, m, sizes_.codes);
+    rows.scales = take<float>(next, m, sizes_.scales);
+    rows.starts = take<int32_t>(next, m, sizes_.starts);
+    rows.sums = take<int16_t>(next, m, sizes_.sums);
+    rows.stride = sizes_.values + sizes_.codes;
+    rows.scale_stride = sizes_.scales;
+    rows.start_stride = sizes_.starts;
+    rows.sum_stride = sizes_.sums;
+    parallel(worth(m * columns, threads), [&](int part, int parts) {
+      const auto [first, last] = share(m, 1, part, parts);
+      kernels.prepare(x, dtype, columns, first, last, rows);
+    });
+  }
+
+  Activations rows{};
+
+ private:
+  bool in_place(const Kernels& kernels, int64_t columns, int dtype, bool int8) const {
+    return kernels.natural && dtype == kFloat32 && !(int8 && kernels.int8) && sizes_.values == columns;
+  }
+  static int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+  int64_t bytes(const Kernels& kernels, int64_t m, int64_t columns, int dtype, bool int8) const {
+    if (in_place(kernels, columns, dtype, int8)) return 0;
+    return padded(m * sizes_.values * 4) + padded(m * sizes_.codes) + padded(m * sizes_.scales * 4) + padded(m * sizes_.starts * 4) +
+           padded(m * sizes_.sums * 2);
+  }
+  template <class T> static T* take(uint8_t*& next, int64_t m, int64_t count) {
+    T* taken = count ? reinterpret_cast<T*>(next) : nullptr;
+    next += padded(m * count * int64_t(sizeof(T)));
+    return taken;
+  }
+
+  PreparedSizes sizes_;
+  Scratch<uint8_t> memory_;
+};
+
+static constexpr int64_t kGrain = 16;  // weight rows that a thread takes at a time
+
+void linear(const Kernels& kernels, const Matrix& w, const void* x, int64_t m, const Output& y, bool int8, int threads) {
+  if (m == 0 || w.rows == 0) return;
+  const Prepared prepared(kernels, x, m, w.columns, y.dtype, int8, threads);
+  parallel(worth(w.rows * w.columns * m, threads), [&](int part, int parts) {
+    const auto [first, last] = share(w.rows, kGrain, part, parts);
+    if (first < last) kernels.multiply(w, prepared.rows, first, last, 0, 0, m, y);
+  });
+}
+
+bool expert_linear(const Kernels& kernels, const Matrix& w, const void* x, int64_t tokens, const int32_t* offsets, int64_t experts,
+                   const Output& y, bool int8, int threads) {
+  int32_t used = 0;
+  for (int64_t e = 0; e < experts; e++) {
+    if (offsets[e] < used || offsets[e] > tokens) return false;
+    used = offsets[e];
+  }
+  std::memset(at(y.data, used * y.row_stride, y.dtype), 0, size_t((tokens - used) * y.row_stride) * dtype_bytes(y.dtype));
+  if (used == 0) return true;
+  const int64_t rows = w.rows / experts;
+  const Prepared prepared(kernels, x, used, w.columns, y.dtype, int8, threads);
+  parallel(worth(rows * w.columns * used, threads), [&](int part, int parts) {
+    const auto [first, last] = share(rows, kGrain, part, parts);
+    if (first == last) return;
+    for (int64_t e = 0, begin = 0; e < experts; begin = offsets[e++])
+      if (offsets[e] > begin) kernels.multiply(w, prepared.rows, e * rows + first, e * rows + last, e * rows, begin, offsets[e], y);
+  });
+  return true;
+}
+
+}  // namespace ninfer

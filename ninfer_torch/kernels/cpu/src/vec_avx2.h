@@ -1,0 +1,242 @@
+// The vector vocabulary in AVX2, FMA and F16C; with NINFER_VNNI also byte dot products and 512-bit float accumulation.
+// vec_scalar.h says what each name means.
+
+using Bytes = __m256i;
+using Ints = __m256i;
+using Floats = __m256;
+using Scales = __m256i;
+
+INLINE float half(const void* p) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(load_word(p)))); }
+INLINE uint16_t narrow_half(float v) { return uint16_t(_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(v), _MM_FROUND_TO_NEAREST_INT))); }
+
+INLINE Bytes load32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+INLINE void store32(void* p, Bytes v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+INLINE __m128i load16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+// One store, so that a load of all sixteen bytes need not wait.
+INLINE void store_words(void* p, uint64_t low, uint64_t high) {
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm_set_epi64x(int64_t(high), int64_t(low)));
+}
+INLINE Bytes load16x2(const void* p) { return _mm256_broadcastsi128_si256(load16(p)); }
+INLINE Bytes load8x4(const void* p) { int64_t w; std::memcpy(&w, p, 8); return _mm256_set1_epi64x(w); }
+INLINE Bytes load4x8(const void* p) { int32_t w; std::memcpy(&w, p, 4); return _mm256_set1_epi32(w); }
+INLINE Bytes double_bytes(const uint8_t* p) {
+  const __m256i words = _mm256_cvtepu8_epi16(load16(p));
+  return _mm256_or_si256(words, _mm256_slli_epi16(words, 8));
+}
+INLINE Bytes splat16(int v) { return _mm256_set1_epi16(int16_t(v)); }
+INLINE Bytes splat8(int v) { return _mm256_set1_epi8(char(v)); }
+INLINE Bytes band(Bytes a, Bytes b) { return _mm256_and_si256(a, b); }
+INLINE Bytes bor(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+INLINE Bytes bxor(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }
+INLINE Bytes bandnot(Bytes a, Bytes b) { return _mm256_andnot_si256(a, b); }
+INLINE Bytes badd(Bytes a, Bytes b) { return _mm256_add_epi8(a, b); }
+INLINE Bytes bsub(Bytes a, Bytes b) { return _mm256_sub_epi8(a, b); }
+template <int N> INLINE Bytes shr(Bytes a) { if constexpr (N == 0) return a; else return _mm256_srli_epi16(a, N); }
+template <int N> INLINE Bytes shl(Bytes a) { if constexpr (N == 0) return a; else return _mm256_slli_epi16(a, N); }
+template <int LOW, int HIGH> INLINE Bytes shr_halves(Bytes a) {
+  return _mm256_srlv_epi32(a, _mm256_setr_epi32(LOW, LOW, LOW, LOW, HIGH, HIGH, HIGH, HIGH));
+}
+INLINE Bytes shuffle(Bytes table, Bytes index) { return _mm256_shuffle_epi8(table, index); }
+INLINE Bytes has_bits(Bytes a, Bytes mask) { return _mm256_cmpeq_epi8(_mm256_and_si256(a, mask), mask); }
+INLINE Bytes is_equal(Bytes a, Bytes b) { return _mm256_cmpeq_epi8(a, b); }
+INLINE bool any_set(Bytes a) { return !_mm256_testz_si256(a, a); }
+INLINE Bytes with_sign(Bytes a, Bytes s) { return _mm256_sign_epi8(a, s); }
+INLINE int64_t entry8(const int8_t* table, int i) { int64_t w; std::memcpy(&w, table + 8 * i, 8); return w; }
+INLINE Bytes entries8(const int8_t* table, int a, int b, int c, int d) {
+  return _mm256_setr_epi64x(entry8(table, a), entry8(table, b), entry8(table, c), entry8(table, d));
+}
+INLINE int32_t entry4(const int8_t* table, int i) { int32_t w; std::memcpy(&w, table + 4 * i, 4); return w; }
+INLINE Bytes entries4(const int8_t* table, const int (&i)[8]) {
+  return _mm256_setr_epi32(entry4(table, i[0]), entry4(table, i[1]), entry4(table, i[2]), entry4(table, i[3]),
+                           entry4(table, i[4]), entry4(table, i[5]), entry4(table, i[6]), entry4(table, i[7]));
+}
+
+INLINE Floats zerof() { return _mm256_setzero_ps(); }
+INLINE Floats splat(float v) { return _mm256_set1_ps(v); }
+INLINE Floats loadf(const float* p) { return _mm256_loadu_ps(p); }
+INLINE void storef(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+INLINE Floats addf(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+INLINE Floats subf(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+INLINE Floats mulf(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+INLINE Floats divf(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+INLINE Floats muladd(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE float sumf(Floats a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE float max_magnitude32(const float* p) {
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  // Magnitudes order like integers, and infinities and NaN stand above every number.
+  __m256i m = _mm256_setzero_si256();
+  for (int k = 0; k < 32; k += 8)
+    m = _mm256_max_epi32(m, _mm256_castps_si256(_mm256_and_ps(magnitude, _mm256_loadu_ps(p + k))));
+  __m128i s = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+  s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1));
+  const int32_t bits = _mm_cvtsi128_si32(s);
+  return bits >= 0x7f800000 ? NAN : from_bits(uint32_t(bits));
+}
+INLINE void quantize32(const float* p, float scale, int8_t* out) {
+  const __m256 by = _mm256_set1_ps(scale), low = _mm256_set1_ps(-127), high = _mm256_set1_ps(127);
+  __m256i q[4];
+  for (int k = 0; k < 4; k++)
+    q[k] = _mm256_cvtps_epi32(_mm256_min_ps(high, _mm256_max_ps(low, _mm256_div_ps(_mm256_loadu_ps(p + 8 * k), by))));
+  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+  store32(out, _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+}
+// E4M3FN words in the top bytes of 16-bit words have the bits of a binary16 that is 2^8 smaller, one place too high.
+INLINE __m128i e4m3_as_half(__m128i words) {  // eight bytes, low half of `words`
+  const __m128i top = _mm_unpacklo_epi8(_mm_setzero_si128(), words);
+  return _mm_and_si128(_mm_srai_epi16(top, 1), _mm_set1_epi16(int16_t(0xbf80)));
+}
+INLINE Floats e4m3_words(__m128i words) {
+  const __m128i bits = e4m3_as_half(words), magnitude = _mm_set1_epi16(0x3f80);
+  const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(bits, magnitude), magnitude);
+  return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(bits, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)))), _mm256_set1_ps(256));
+}
+INLINE Floats e4m3x4_pairs(const uint8_t* p) {
+  const __m128i four = _mm_cvtsi32_si128(int32_t(load_dword(p)));
+  return e4m3_words(_mm_unpacklo_epi8(four, four));
+}
+template <int H> INLINE __m128i half_of(Bytes v) { return H ? _mm256_extracti128_si256(v, 1) : _mm256_castsi256_si128(v); }
+
+#if NINFER_VNNI
+
+using Sixteen = __m512;
+INLINE Sixteen splat16f(float v) { return _mm512_set1_ps(v); }
+INLINE Sixteen pair16f(Floats low, Floats high) { return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1); }
+INLINE Sixteen load16f(const float* p) { return _mm512_loadu_ps(p); }
+INLINE void store16f(float* p, Sixteen v) { _mm512_storeu_ps(p, v); }
+INLINE Sixteen add16f(Sixteen a, Sixteen b) { return _mm512_add_ps(a, b); }
+INLINE Sixteen sub16f(Sixteen a, Sixteen b) { return _mm512_sub_ps(a, b); }
+INLINE Sixteen mul16f(Sixteen a, Sixteen b) { return _mm512_mul_ps(a, b); }
+INLINE Sixteen div16f(Sixteen a, Sixteen b) { return _mm512_div_ps(a, b); }
+INLINE Sixteen muladd16f(Sixteen a, Sixteen b, Sixteen c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE float sum16f(Sixteen a) { return sumf(addf(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1))); }
+template <int H> INLINE Sixteen widen(Bytes v) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(half_of<H>(v))); }
+template <int H> INLINE Sixteen turn_sign(Sixteen v, Bytes s) {
+  const __m512i top = _mm512_and_si512(_mm512_cvtepi8_epi32(half_of<H>(s)), _mm512_set1_epi32(int(0x80000000)));
+  return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(v), top));
+}
+template <int H> INLINE Sixteen e4m3_small(Bytes v) {
+  const __m256i top = _mm256_slli_epi16(_mm256_cvtepu8_epi16(half_of<H>(v)), 8);
+  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(top, 1), _mm256_set1_epi16(int16_t(0xbf80))));
+}
+
+#else
+
+struct Sixteen { Floats low, high; };
+INLINE Sixteen pair16f(Floats low, Floats high) { return {low, high}; }
+INLINE Sixteen splat16f(float v) { return {splat(v), splat(v)}; }
+INLINE Sixteen load16f(const float* p) { return {loadf(p), loadf(p + 8)}; }
+INLINE void store16f(float* p, Sixteen v) { storef(p, v.low); storef(p + 8, v.high); }
+INLINE Sixteen add16f(Sixteen a, Sixteen b) { return {addf(a.low, b.low), addf(a.high, b.high)}; }
+INLINE Sixteen sub16f(Sixteen a, Sixteen b) { return {subf(a.low, b.low), subf(a.high, b.high)}; }
+INLINE Sixteen mul16f(Sixteen a, Sixteen b) { return {mulf(a.low, b.low), mulf(a.high, b.high)}; }
+INLINE Sixteen div16f(Sixteen a, Sixteen b) { return {divf(a.low, b.low), divf(a.high, b.high)}; }
+INLINE Sixteen muladd16f(Sixteen a, Sixteen b, Sixteen c) { return {muladd(a.low, b.low, c.low), muladd(a.high, b.high, c.high)}; }
+INLINE float sum16f(Sixteen a) { return sumf(addf(a.low, a.high)); }
+INLINE Floats widen8(__m128i v) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)); }
+INLINE __m128i upper(__m128i v) { return _mm_unpackhi_epi64(v, v); }
+template <int H> INLINE Sixteen widen(Bytes v) { return {widen8(half_of<H>(v)), widen8(upper(half_of<H>(v)))}; }
+INLINE Floats turn_sign8(Floats v, __m128i s) {
+  const __m256i top = _mm256_and_si256(_mm256_cvtepi8_epi32(s), _mm256_set1_epi32(int(0x80000000)));
+  return _mm256_xor_ps(v, _mm256_castsi256_ps(top));
+}
+template <int H> INLINE Sixteen turn_sign(Sixteen v, Bytes s) {
+  return {turn_sign8(v.low, half_of<H>(s)), turn_sign8(v.high, upper(half_of<H>(s)))};
+}
+template <int H> INLINE Sixteen e4m3_small(Bytes v) {
+  return {_mm256_cvtph_ps(e4m3_as_half(half_of<H>(v))), _mm256_cvtph_ps(e4m3_as_half(upper(half_of<H>(v))))};
+}
+
+#endif
+
+INLINE Sixteen halves16f(float low, float high) { return pair16f(splat(low), splat(high)); }
+INLINE Sixteen e4m3x16(const uint8_t* p) {
+  const __m128i words = load16(p);
+  return pair16f(e4m3_words(words), e4m3_words(_mm_unpackhi_epi64(words, words)));
+}
+
+INLINE Ints zeroi() { return _mm256_setzero_si256(); }
+INLINE Ints loadi(const int32_t* p) { return load32(p); }
+INLINE Ints addi(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+INLINE Floats to_float(Ints a) { return _mm256_cvtepi32_ps(a); }
+
+template <int GROUP> INLINE Scales load_scales(const int8_t* p) {
+  if constexpr (GROUP == 16) return load16x2(p);
+  return _mm256_broadcastsi128_si256(_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+// The scales of unit U, one 16-bit word per pair of its 32 bytes.
+template <int GROUP, int U> INLINE Bytes unit_scales(const Scales& s) {
+  if constexpr (GROUP == 16) {
+    constexpr int a = 0x01010101 * (2 * U), b = 0x01010101 * (2 * U + 1);
+    return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(_mm256_castsi256_si128(s), _mm_setr_epi32(a, a, b, b)));
+  } else {
+    return _mm256_shuffle_epi8(s, _mm256_set1_epi16(int16_t((2 * U + 1) << 8 | 2 * U)));
+  }
+}
+template <int GROUP> INLINE Ints dot_sums(const Scales& s, const int16_t* sums) {
+  if constexpr (GROUP == 16) return _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(s)), load32(sums));
+  return _mm256_castsi128_si256(_mm_madd_epi16(_mm256_castsi256_si128(s), load16(sums + 16)));
+}
+template <int FACTOR> INLINE Ints minus_times(Ints a, Ints b) {
+  static_assert((FACTOR & (FACTOR - 1)) == 0, "a power of two");
+  return _mm256_sub_epi32(a, _mm256_slli_epi32(b, __builtin_ctz(FACTOR)));
+}
+INLINE Bytes pairs(Bytes u, Bytes x) { return _mm256_maddubs_epi16(u, x); }
+INLINE Bytes pairs_signed(Bytes c, Bytes x) { return _mm256_maddubs_epi16(_mm256_abs_epi8(c), _mm256_sign_epi8(x, c)); }
+
+#if NINFER_VNNI
+
+static constexpr bool kByteDot = true;
+INLINE Ints dot1(Ints start, Bytes u, Bytes x) { return _mm256_dpbusd_epi32(start, u, x); }
+INLINE Ints dot2(Ints start, Bytes u, Bytes x, Bytes v, Bytes y) { return dot1(dot1(start, u, x), v, y); }
+INLINE Ints dot_signed(Ints start, Bytes c, Bytes x) { return _mm256_dpbusd_epi32(start, _mm256_abs_epi8(c), _mm256_sign_epi8(x, c)); }
+template <int GROUP, int U> INLINE Ints dot_scaled(Ints acc, Bytes u, Bytes x, const Scales& s) {
+  const Bytes words = unit_scales<GROUP, U>(s);
+  return _mm256_dpwssd_epi32(acc, pairs(u, x), words);
+}
+template <int GROUP, int U> INLINE Ints dot_scaled_signed(Ints acc, Bytes c, Bytes x, const Scales& s) {
+  const Bytes words = unit_scales<GROUP, U>(s);
+  return _mm256_dpwssd_epi32(acc, pairs_signed(c, x), words);
+}
+
+static constexpr int kWide = 16;
+using Wide = __m512;
+INLINE Wide wide_load(const float* p) { return _mm512_loadu_ps(p); }
+INLINE Wide wide_zero() { return _mm512_setzero_ps(); }
+INLINE Wide wide_muladd(Wide a, Wide b, Wide c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE float wide_sum(Wide a) { return sum16f(a); }
+
+#else
+
+static constexpr bool kByteDot = false;
+INLINE Ints dot1(Ints start, Bytes u, Bytes x) { return addi(start, _mm256_madd_epi16(pairs(u, x), _mm256_set1_epi16(1))); }
+INLINE Ints dot2(Ints start, Bytes u, Bytes x, Bytes v, Bytes y) {
+  return addi(start, _mm256_madd_epi16(_mm256_add_epi16(pairs(u, x), pairs(v, y)), _mm256_set1_epi16(1)));
+}
+INLINE Ints dot_signed(Ints start, Bytes c, Bytes x) { return addi(start, _mm256_madd_epi16(pairs_signed(c, x), _mm256_set1_epi16(1))); }
+template <int GROUP, int U> INLINE Ints dot_scaled(Ints acc, Bytes u, Bytes x, const Scales& s) {
+  return addi(acc, _mm256_madd_epi16(pairs(u, x), unit_scales<GROUP, U>(s)));
+}
+template <int GROUP, int U> INLINE Ints dot_scaled_signed(Ints acc, Bytes c, Bytes x, const Scales& s) {
+  return addi(acc, _mm256_madd_epi16(pairs_signed(c, x), unit_scales<GROUP, U>(s)));
+}
+
+static constexpr int kWide = 8;
+using Wide = Floats;
+INLINE Wide wide_load(const float* p) { return loadf(p); }
+INLINE Wide wide_zero() { return zerof(); }
+INLINE Wide wide_muladd(Wide a, Wide b, Wide c) { return muladd(a, b, c); }
+INLINE float wide_sum(Wide a) { return sumf(a); }
+
+#endif
+
+INLINE void widen_halves(const uint16_t* p, float* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) storef(out + i, _mm256_cvtph_ps(load16(p + i)));
+  for (; i < n; i++) out[i] = half_to_float(p[i]);
+}
+INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
