@@ -7,13 +7,21 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ninfer_torch.cli import convert, demo, generate, inspect
+from ninfer_torch.cli import calibrate, compare, convert, demo, generate, inspect, upgrade
 from ninfer_torch.errors import NinferError
 from ninfer_torch.versions import __version__, show_versions
 
 __all__ = ["main"]
 
-_COMMANDS: dict[str, ModuleType] = {"convert": convert, "inspect": inspect, "generate": generate, "demo": demo}
+_COMMANDS: dict[str, ModuleType] = {
+    "convert": convert,
+    "calibrate": calibrate,
+    "compare": compare,
+    "inspect": inspect,
+    "upgrade": upgrade,
+    "generate": generate,
+    "demo": demo,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NinferError, OSError) as error:
         print(f"ninfer-torch: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("ninfer-torch: interrupted, nothing half-written is left", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"ninfer-torch: {str(interrupt) or 'interrupted, nothing half-written is left'}", file=sys.stderr)
         return 130
     return 0

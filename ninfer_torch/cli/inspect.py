@@ -36,6 +36,7 @@ def describe(artifact: Artifact) -> dict[str, Any]:
     resources = [record for record in artifact.objects.values() if isinstance(record, ResourceObject)]
     return {
         "file": artifact.path.name,
+        "container_version": artifact.version,
         "artifact_id": artifact.artifact_id,
         "metadata": artifact.metadata,
         "provenance": artifact.provenance,
@@ -50,6 +51,7 @@ def describe(artifact: Artifact) -> dict[str, Any]:
             {"path": file.path or artifact.path.name, "payload_bytes": file.payload_bytes} for file in artifact.files
         ],
         "parameters": len(artifact.bindings),
+        "unbound": artifact.unbound,
         "weights": sum(math.prod(record.shape) for record in tensors),
         "tensor_bytes": sum(record.bytes for record in tensors),
         "formats": _formats(tensors),
@@ -86,9 +88,12 @@ def _formats(tensors: list[TensorObject]) -> dict[str, dict[str, float]]:
 def _text(described: dict[str, Any], objects: bool) -> str:
     lines = [
         f"{described['file']}  id {described['artifact_id']}  {len(described['files'])} file(s)",
+        f"container version {described['container_version']}",
         f"name: {described['metadata'].get('name', '-')}",
         _totals(described),
     ]
+    if described["unbound"]:
+        lines.append(f"no parameters: {described['unbound']}")
     for name, component in described["components"].items():
         lines.append(f"component {name}: {' '.join(component['architectures'] or ['-'])} ({component['model_type']})")
     for name, row in described["formats"].items():

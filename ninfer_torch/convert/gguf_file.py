@@ -51,7 +51,6 @@ class GgmlType:
 
 
 _REQUANTIZE = "quantize the original model again to one of the types this version reads"
-_TERNARY = "import to t2_g128_fp16 is planned, not available in this version"
 
 _PLAIN = (
     GgmlType(0, "f32", 1, 4, "fp32"),
@@ -77,16 +76,21 @@ _DECODED = (
     GgmlType(39, "mxfp4", 32, 17, "mxfp4"),
     GgmlType(40, "nvfp4", 64, 36, "ggml_nvfp4"),
 )
+# Not in the registry of formats, but their words are those of t2_g128_fp16 (spec/conversion.md 6.3).
+_TERNARY = (
+    GgmlType(142, "pq2_0", 128, 34, "pq2_0"),
+    GgmlType(143, "ptq1_0", 128, 28, "ptq1_0"),
+)
 _UNDECODED = (
     GgmlType(9, "q8_1", 0, 0, advice=_REQUANTIZE),
     GgmlType(15, "q8_k", 256, 292, advice=_REQUANTIZE),
     GgmlType(41, "q1_0", 128, 18, advice=_REQUANTIZE),
-    GgmlType(142, "pq2_0", 128, 34, advice=_TERNARY),
-    GgmlType(143, "ptq1_0", 128, 28, advice=_TERNARY),
 )
 
-GGML_TYPES: Mapping[int, GgmlType] = {kind.number: kind for kind in _PLAIN + _REGISTERED + _DECODED + _UNDECODED}
-"""The ggml types known here, by number: plain words, registered blocks, blocks that only decode, and the others."""
+GGML_TYPES: Mapping[int, GgmlType] = {
+    kind.number: kind for kind in _PLAIN + _REGISTERED + _DECODED + _TERNARY + _UNDECODED
+}
+"""The ggml types known here, by number: plain words, registered, ternary and merely decoded blocks, and the others."""
 
 _TYPE_42 = 42
 _OLD_42_VALUES, _OLD_42_BYTES = 128, 34
@@ -329,6 +333,12 @@ class GgufFile:
         return self._map[begin:end]
 
     def rows(self, tensor: GgufTensor) -> Bytes:
-        """A tensor's bytes, not copied: uint8 [leading extent, bytes per row]; a vector has one row per block."""
+        """A tensor's bytes, not copied: uint8 [leading extent, bytes per row]; a vector has one row per block.
+
+        Pages of the file that were read before leave the process, which keeps them only in the system's cache: a reader
+        of the whole file stays small. Earlier results stay valid.
+        """
+        if hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
         rows = tensor.shape[0] if len(tensor.shape) > 1 else tensor.shape[0] // tensor.type.block_values
         return self._bytes[tensor.offset : tensor.offset + tensor.nbytes].reshape(rows, -1)

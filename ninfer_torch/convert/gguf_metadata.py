@@ -28,7 +28,8 @@ from ninfer_torch.layouts import align_up
 
 __all__ = ["llama3_factors", "read_config", "read_resources", "write_header_copy"]
 
-ReadFactors = Callable[[], torch.Tensor]
+Factors = Mapping[str, torch.Tensor]
+"""Per-frequency rotary factors, by the name of their tensor."""
 
 _COPY_NAME = "model.gguf"
 _UINT32 = 4
@@ -64,8 +65,8 @@ def _shown_to_transformers(file: GgufFile, keys: list[str], extra: Mapping[str, 
             raise ConversionError(f"{file.name}: Transformers cannot read {what}: {reason}") from error
 
 
-def read_config(file: GgufFile, table: Architecture, read_factors: ReadFactors | None) -> Any:
-    """The Transformers config of a model, complete. `read_factors` reads the file's rotary factors, where it has some.
+def read_config(file: GgufFile, table: Architecture, factors: Factors) -> Any:
+    """The Transformers config of a model, complete. `factors` are the rotary factors that the file holds.
 
     Raises ConversionError for rotary settings that no Transformers config can state.
     """
@@ -86,7 +87,7 @@ def read_config(file: GgufFile, table: Architecture, read_factors: ReadFactors |
     config.tie_word_embeddings = "output.weight" not in file.tensors
     config.dtype = torch.bfloat16
     config.name_or_path = ""  # the folder of the copy, gone by now
-    _COMPLETE[table.name](config, file, read_factors)
+    _COMPLETE[table.name](config, file, factors)
     return config
 
 
@@ -97,21 +98,19 @@ def _embedding_shape(file: GgufFile) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _complete_llama(config: Any, file: GgufFile, read_factors: ReadFactors | None) -> None:
+def _complete_llama(config: Any, file: GgufFile, factors: Factors) -> None:
     heads = config.num_attention_heads
     config.num_key_value_heads = file.metadata.get("llama.attention.head_count_kv", heads)
     config.head_dim = _head_width(file, "llama", config.hidden_size // heads)
     scaling = _linear_scaling(file, "llama")
-    if read_factors is not None:
+    for name, values in factors.items():
         if scaling:
-            raise ConversionError(
-                f"{file.name}: 'rope_freqs.weight' beside linear rotary scaling; no config states both"
-            )
-        scaling = _llama3_scaling(file, read_factors(), config.rope_parameters["rope_theta"], config.head_dim)
+            raise ConversionError(f"{file.name}: {name!r} beside linear rotary scaling; no config states both")
+        scaling = _llama3_scaling(file, values, config.rope_parameters["rope_theta"], config.head_dim)
     config.rope_parameters = config.rope_parameters | scaling
 
 
-def _complete_gemma3(config: Any, file: GgufFile, read_factors: ReadFactors | None) -> None:
+def _complete_gemma3(config: Any, file: GgufFile, factors: Factors) -> None:
     config.head_dim = _head_width(file, "gemma3", config.head_dim)
     # The 27B model alone divides by the square root of hidden size / heads; llama.cpp knows it by its 62 layers too.
     of_27b = config.num_hidden_layers == 62
@@ -123,8 +122,68 @@ def _complete_gemma3(config: Any, file: GgufFile, read_factors: ReadFactors | No
     config.rope_parameters = rope
 
 
-_COMPLETE: Mapping[str, Callable[[Any, GgufFile, ReadFactors | None], None]] = MappingProxyType(
-    {"llama": _complete_llama, "gemma3": _complete_gemma3}
+def _complete_qwen(config: Any, file: GgufFile, factors: Factors) -> None:
+    name = str(file.metadata["general.architecture"])
+    config.head_dim = _head_width(file, name, config.hidden_size // config.num_attention_heads)
+    config.rope_parameters = config.rope_parameters | _linear_scaling(file, name)
+
+
+def _complete_qwen3moe(config: Any, file: GgufFile, factors: Factors) -> None:
+    _complete_qwen(config, file, factors)
+    config.num_experts = file.metadata["qwen3moe.expert_count"]
+    config.moe_intermediate_size = file.metadata["qwen3moe.expert_feed_forward_length"]
+    config.norm_topk_prob = True  # llama.cpp does so for every model of this architecture, and no key says otherwise
+
+
+def _complete_phi3(config: Any, file: GgufFile, factors: Factors) -> None:
+    metadata, width = file.metadata, config.hidden_size // config.num_attention_heads
+    turned = metadata["phi3.rope.dimension_count"]
+    if not isinstance(turned, int) or turned > width or turned % 2:
+        raise ConversionError(
+            f"{file.name}: phi3.rope.dimension_count is {turned!r}, expected an even number of the {width} columns of a head"
+        )
+    config.original_max_position_embeddings = metadata.get(
+        "phi3.rope.scaling.original_context_length", config.max_position_embeddings
+    )
+    config.sliding_window = metadata.get("phi3.attention.sliding_window") or None
+    for role, name in _SPECIAL_TOKENS.items():  # the class has defaults of its own, ids of one model's vocabulary
+        if role != "unk_token":
+            setattr(config, f"{role}_id", metadata.get(f"tokenizer.ggml.{name}_token_id"))
+    rope = config.rope_parameters | {"partial_rotary_factor": turned / width}
+    config.rope_parameters = rope | _longrope_scaling(config, file, factors, turned // 2)
+
+
+def _longrope_scaling(config: Any, file: GgufFile, factors: Factors, frequencies: int) -> dict[str, Any]:
+    """What LongRoPE adds to the rope parameters: a factor per frequency, for short and for long texts."""
+    attention_factor = file.metadata.get("phi3.rope.scaling.attn_factor")
+    if not factors and attention_factor is None:
+        return {}
+    short, long = (factors.get(f"rope_factors_{kind}.weight") for kind in ("short", "long"))
+    if short is None or long is None or any(tuple(found.shape) != (frequencies,) for found in (short, long)):
+        found = {name: list(values.shape) for name, values in factors.items()}
+        raise ConversionError(
+            f"{file.name}: rotary factors {found}, attention factor {attention_factor}; expected "
+            f"'rope_factors_short.weight' and 'rope_factors_long.weight' of {frequencies} numbers each"
+        )
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": short.tolist(),
+        "long_factor": long.tolist(),
+        "original_max_position_embeddings": config.original_max_position_embeddings,
+        "factor": config.max_position_embeddings / config.original_max_position_embeddings,
+    }
+    return scaling | ({} if attention_factor is None else {"attention_factor": attention_factor})
+
+
+_COMPLETE: Mapping[str, Callable[[Any, GgufFile, Factors], None]] = MappingProxyType(
+    {
+        "llama": _complete_llama,
+        "gemma3": _complete_gemma3,
+        "qwen2": _complete_qwen,
+        "qwen3": _complete_qwen,
+        "qwen3moe": _complete_qwen3moe,
+        "phi3": _complete_phi3,
+    }
 )
 """What each architecture's config still lacks after Transformers' reading."""
 

@@ -6,13 +6,12 @@ import copy
 import math
 import os
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
-from ninfer_torch.convert.gguf_file import Bytes, GgmlType, GgufArray, GgufFile, GgufTensor
+from ninfer_torch.convert.gguf_file import Bytes, GgufArray, GgufFile, GgufTensor
 from ninfer_torch.convert.gguf_metadata import read_config, read_resources
 from ninfer_torch.convert.gguf_tables import (
     COUNTS,
@@ -22,61 +21,11 @@ from ninfer_torch.convert.gguf_tables import (
     get_architecture,
     interleaved_rows,
 )
+from ninfer_torch.convert.gguf_values import BLOCK_ENCODINGS, copied, decode_rows, read_values
 from ninfer_torch.convert.source import SourceTensor, UnusedTensor
 from ninfer_torch.errors import ConversionError
-from ninfer_torch.kernels.reference_gguf import BLOCK_DECODERS
 
-__all__ = ["GgufSource", "decode_rows", "read_values"]
-
-_WORD_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp64": torch.float64,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
-
-
-def _copied(rows: Bytes) -> torch.Tensor:
-    """Bytes of the mapped file as a tensor of their own: the mapping is read-only and may be unaligned."""
-    owned = torch.empty(rows.shape, dtype=torch.uint8)
-    owned.numpy()[...] = rows
-    return owned
-
-
-def decode_rows(kind: GgmlType, rows: Bytes) -> torch.Tensor:
-    """The values of rows of bytes of one ggml type: uint8 [n, row bytes] -> [n, values].
-
-    Plain words keep their dtype; blocks become exact float32, registered types by the reference decoders and other
-    types by the `gguf` package. Raises ConversionError for a type that neither decodes.
-    """
-    if kind.encoding in _WORD_DTYPES:
-        return _copied(rows).view(_WORD_DTYPES[kind.encoding])
-    if kind.encoding in BLOCK_DECODERS:
-        blocks = _copied(rows).unflatten(-1, (-1, kind.block_bytes))
-        return BLOCK_DECODERS[kind.encoding](blocks).flatten(-2)
-    if not kind.encoding:
-        raise ConversionError(f"ggml type {kind.number} ({kind.name}) cannot be decoded: {kind.advice}")
-    if not len(rows):
-        return torch.empty(0, rows.shape[1] // kind.block_bytes * kind.block_values)
-    import gguf
-
-    values = gguf.dequantize(np.array(rows), gguf.GGMLQuantizationType(kind.number))
-    return torch.from_numpy(np.ascontiguousarray(values, np.float32))
-
-
-def read_values(file: GgufFile, tensor: GgufTensor, begin: int, end: int) -> torch.Tensor:
-    """Values [end - begin, ...] of a range of a tensor's leading axis, as stored in the file."""
-    rows = file.rows(tensor)
-    if len(tensor.shape) > 1:
-        return decode_rows(tensor.type, rows[begin:end]).reshape(end - begin, *tensor.shape[1:])
-    block = tensor.type.block_values
-    first = begin // block
-    values = decode_rows(tensor.type, rows[first : -(-end // block)]).flatten()
-    return values[begin - first * block : end - first * block]
+__all__ = ["GgufSource"]
 
 
 class _Rows:
@@ -89,11 +38,12 @@ class _Rows:
         self.shift = shift
 
     def blocks(self, begin: int, end: int) -> torch.Tensor:
-        return _copied(self._gather(begin, end))
+        kind, columns = self.tensor.type, self.tensor.shape[-1]
+        return copied(self._gather(begin, end)).view(-1, columns // kind.block_values * kind.block_bytes)
 
     def values(self, begin: int, end: int) -> torch.Tensor:
         if self.heads:
-            return decode_rows(self.tensor.type, self._gather(begin, end))
+            return decode_rows(self.tensor.type, self._gather(begin, end), self.tensor.name, begin)
         values = read_values(self.file, self.tensor, begin, end)
         return values.to(torch.float32) - self.shift if self.shift else values
 
@@ -102,6 +52,30 @@ class _Rows:
         if not self.heads:
             return rows[begin:end]
         return rows[interleaved_rows(begin, end, self.tensor.shape[0], self.heads).numpy()]
+
+
+def _join_rows(parameter: str, first: SourceTensor, second: SourceTensor) -> SourceTensor:
+    """Two tensors [E, N, K] as one [E, N + N', K]; blocks stay blocks where both are of one type."""
+    alike = first.encoding == second.encoding
+    packed = alike and first.read_blocks is not None and second.read_blocks is not None
+    shape = (first.shape[0], first.shape[1] + second.shape[1], first.shape[2])
+
+    def values(begin: int, end: int) -> torch.Tensor:
+        parts = [tensor.values(begin, end) for tensor in (first, second)]
+        return torch.cat(parts if alike else [part.to(torch.float32) for part in parts], dim=1)
+
+    def blocks(begin: int, end: int) -> torch.Tensor:
+        parts = [tensor.blocks(begin, end).unflatten(0, (end - begin, -1)) for tensor in (first, second)]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    return SourceTensor(
+        parameter,
+        shape,
+        first.encoding if alike else "fp32",
+        values,
+        blocks if packed else None,
+        f"{first.origin}, {second.origin}",
+    )
 
 
 class GgufSource:
@@ -134,25 +108,38 @@ class GgufSource:
         missing: list[str] = []
         for rule in self.architecture.rules:
             for layer in range(layers if rule.per_layer else 1):
-                origin, parameter = rule.gguf.format(i=layer), rule.parameter.format(i=layer)
-                if origin in left:
-                    left.remove(origin)
-                    tensors[parameter] = self._tensor(rule, self.file.tensors[origin], parameter)
+                origins, parameter = [name.format(i=layer) for name in rule.tensors], rule.parameter.format(i=layer)
+                lacking = [origin for origin in origins if origin not in left]
+                if not lacking:
+                    left.difference_update(origins)
+                    tensors[parameter] = self._parameter(rule, origins, parameter)
                 elif not rule.optional:
-                    missing.append(origin)
+                    missing += lacking
         model = f"a {self.architecture.name} model of {layers} layers"
         if missing:
             raise ConversionError(f"{self.name}: tensors of {model} are missing: {_listed(missing)}")
         if left:
             raise ConversionError(f"{self.name}: tensors that {model} does not have: {_listed(sorted(left))}")
-        _refuse_undecodable(self.file, [tensor.origin for tensor in tensors.values()])
+        _refuse_undecodable(self.file, {unused.name for unused in self.unused})
         return tensors
+
+    def _parameter(self, rule: TensorRule, origins: list[str], parameter: str) -> SourceTensor:
+        tensors = [self._tensor(rule, self.file.tensors[origin], parameter) for origin in origins]
+        if len(tensors) == 1:
+            return tensors[0]
+        first, second = tensors
+        if len(first.shape) != 3 or second.shape != first.shape:
+            raise ConversionError(
+                f"{self.name}: tensors {first.origin!r} {list(first.shape)} and {second.origin!r} {list(second.shape)} "
+                f"make up {parameter!r}, expected two of one shape [experts, rows, columns]"
+            )
+        return _join_rows(parameter, first, second)
 
     def _tensor(self, rule: TensorRule, tensor: GgufTensor, parameter: str) -> SourceTensor:
         heads = self._heads(rule, tensor) if rule.rotary_heads else 0
         rows = _Rows(self.file, tensor, heads, rule.shift)
-        packed = tensor.type.encoding in BLOCK_DECODERS and len(tensor.shape) == 2 and not rule.shift
-        decoded = rule.shift or (tensor.type.encoding in BLOCK_DECODERS and not packed)
+        packed = tensor.type.encoding in BLOCK_ENCODINGS and len(tensor.shape) > 1 and not rule.shift
+        decoded = rule.shift or (tensor.type.encoding in BLOCK_ENCODINGS and not packed)
         encoding = "fp32" if decoded else tensor.type.encoding
         blocks = rows.blocks if packed else None
         return SourceTensor(parameter, tensor.shape, encoding, rows.values, blocks, tensor.name)
@@ -178,9 +165,9 @@ class GgufSource:
 
     @cached_property
     def _config(self) -> Any:
-        factors = self.file.tensors.get(self.architecture.rope_factors)
-        read = partial(read_values, self.file, factors, 0, factors.shape[0]) if factors else None
-        return read_config(self.file, self.architecture, read)
+        found = [self.file.tensors[unused.name] for unused in self.unused]
+        factors = {tensor.name: read_values(self.file, tensor, 0, tensor.shape[0]) for tensor in found}
+        return read_config(self.file, self.architecture, factors)
 
     def config(self) -> Any:
         """A fresh copy of the Transformers config; class, tying, rotary scaling and dtype bfloat16 are filled in.
@@ -240,22 +227,23 @@ def _check_keys(file: GgufFile, table: Architecture) -> None:
         raise ConversionError(f"{file.name}: metadata {_listed(arrays)} is stated per layer, expected one value")
     for key in sorted(found):
         value = file.metadata[prefix + key]
-        if key in COUNTS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        least = 0 if key in table.zero_counts else 1
+        if key in COUNTS and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ConversionError(
-                f"{file.name}: metadata {prefix + key!r} is {value!r}, expected a count of at least 1"
+                f"{file.name}: metadata {prefix + key!r} is {value!r}, expected a count of at least {least}"
             )
         if key in RATES and not (isinstance(value, float) and 0 < value < math.inf):
             raise ConversionError(f"{file.name}: metadata {prefix + key!r} is {value!r}, expected a positive number")
 
 
 def _unused(file: GgufFile, table: Architecture) -> tuple[UnusedTensor, ...]:
-    if table.rope_factors not in file.tensors:
-        return ()
-    return (UnusedTensor(table.rope_factors, "its rotary factors follow from rope_parameters in the config"),)
+    found = [name for name in table.rope_factors if name in file.tensors]
+    return tuple(UnusedTensor(name, "its rotary factors follow from rope_parameters in the config") for name in found)
 
 
-def _refuse_undecodable(file: GgufFile, names: list[str]) -> None:
-    refused = [(name, file.tensors[name].type) for name in names if not file.tensors[name].type.encoding]
+def _refuse_undecodable(file: GgufFile, aside: set[str]) -> None:
+    others = {name: tensor.type for name, tensor in file.tensors.items() if name not in aside}
+    refused = [(name, kind) for name, kind in others.items() if not kind.encoding]
     if refused:
         lines = [f"\n  {name!r}: type {kind.number} ({kind.name}), {kind.advice}" for name, kind in refused]
         raise ConversionError(f"{file.name}: tensors of ggml types that cannot be decoded here:{''.join(lines)}")

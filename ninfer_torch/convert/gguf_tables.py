@@ -24,7 +24,8 @@ class TensorRule:
 
     `rotary_heads` is the metadata key (without the architecture's prefix) that counts the heads whose rows the
     converter has interleaved for its rotary embedding, empty for rows in their own order; see `interleaved_rows`.
-    `shift` is what the converter added to every value.
+    `shift` is what the converter added to every value. `joined` is a second tensor that the parameter holds too: at
+    each index of the leading axis (an expert), its rows follow those of the first.
     """
 
     gguf: str
@@ -32,6 +33,12 @@ class TensorRule:
     rotary_heads: str = ""
     shift: float = 0.0
     optional: bool = False
+    joined: str = ""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The GGUF tensors of the parameter, in the order of its rows."""
+        return (self.gguf, self.joined) if self.joined else (self.gguf,)
 
     @property
     def per_layer(self) -> bool:
@@ -44,7 +51,8 @@ class Architecture:
 
     `model_class` is the Transformers class whose state dict the parameters name. `required` and `understood` are
     metadata keys without the architecture's prefix; a file must have the former, and may have no others than both.
-    `rope_factors` is the tensor of per-frequency rotary factors, which the config takes up.
+    `rope_factors` are tensors of per-frequency rotary factors, which the config takes up. `zero_counts` are counts whose
+    0 means that there is none.
     """
 
     name: str
@@ -52,7 +60,8 @@ class Architecture:
     rules: tuple[TensorRule, ...]
     required: tuple[str, ...]
     understood: tuple[str, ...]
-    rope_factors: str = ""
+    rope_factors: tuple[str, ...] = ()
+    zero_counts: tuple[str, ...] = ()
 
 
 def interleaved_rows(begin: int, end: int, rows: int, heads: int) -> torch.Tensor:
@@ -75,6 +84,16 @@ def _layer(gguf: str, parameter: str, rotary_heads: str = "", shift: float = 0.0
     return TensorRule(f"blk.{{i}}.{gguf}.weight", f"model.layers.{{i}}.{parameter}.weight", rotary_heads, shift)
 
 
+def _layer_bias(gguf: str, parameter: str) -> TensorRule:
+    return TensorRule(f"blk.{{i}}.{gguf}.bias", f"model.layers.{{i}}.{parameter}.bias")
+
+
+def _expert_bank(parameter: str, gguf: str, joined: str = "") -> TensorRule:
+    """Experts are one tensor [E, N, K] in the file and in the model."""
+    further = f"blk.{{i}}.{joined}.weight" if joined else ""
+    return TensorRule(f"blk.{{i}}.{gguf}.weight", f"model.layers.{{i}}.mlp.experts.{parameter}", joined=further)
+
+
 COUNTS = frozenset(
     {
         "block_count",
@@ -82,17 +101,23 @@ COUNTS = frozenset(
         "embedding_length",
         "feed_forward_length",
         "vocab_size",
+        "expert_count",
+        "expert_used_count",
+        "expert_feed_forward_length",
         "attention.head_count",
         "attention.head_count_kv",
         "attention.key_length",
         "attention.value_length",
         "attention.sliding_window",
         "rope.dimension_count",
+        "rope.scaling.original_context_length",
     }
 )
 """Metadata keys, without the architecture's prefix, whose values are whole numbers of at least 1."""
 
-RATES = frozenset({"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa"})
+RATES = frozenset(
+    {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.attn_factor"}
+)
 """Metadata keys, without the architecture's prefix, whose values are positive finite numbers."""
 
 _QUERY_HEADS, _KEY_HEADS = "attention.head_count", "attention.head_count_kv"
@@ -112,22 +137,36 @@ _ROPE_SCALING = (
     "rope.scaling.finetuned",
 )
 
+_ENDS = (
+    TensorRule("token_embd.weight", "model.embed_tokens.weight"),
+    TensorRule("output_norm.weight", "model.norm.weight"),
+    TensorRule("output.weight", "lm_head.weight", optional=True),
+)
+_NORMS = (_layer("attn_norm", "input_layernorm"), _layer("ffn_norm", "post_attention_layernorm"))
+_ATTENTION = (
+    _layer("attn_q", "self_attn.q_proj"),
+    _layer("attn_k", "self_attn.k_proj"),
+    _layer("attn_v", "self_attn.v_proj"),
+    _layer("attn_output", "self_attn.o_proj"),
+)
+_HEAD_NORMS = (_layer("attn_q_norm", "self_attn.q_norm"), _layer("attn_k_norm", "self_attn.k_norm"))
+_MLP = (
+    _layer("ffn_gate", "mlp.gate_proj"),
+    _layer("ffn_up", "mlp.up_proj"),
+    _layer("ffn_down", "mlp.down_proj"),
+)
+
 _LLAMA = Architecture(
     name="llama",
     model_class="LlamaForCausalLM",
     rules=(
-        TensorRule("token_embd.weight", "model.embed_tokens.weight"),
-        _layer("attn_norm", "input_layernorm"),
+        *_ENDS,
+        *_NORMS,
         _layer("attn_q", "self_attn.q_proj", rotary_heads=_QUERY_HEADS),
         _layer("attn_k", "self_attn.k_proj", rotary_heads=_KEY_HEADS),
         _layer("attn_v", "self_attn.v_proj"),
         _layer("attn_output", "self_attn.o_proj"),
-        _layer("ffn_norm", "post_attention_layernorm"),
-        _layer("ffn_gate", "mlp.gate_proj"),
-        _layer("ffn_up", "mlp.up_proj"),
-        _layer("ffn_down", "mlp.down_proj"),
-        TensorRule("output_norm.weight", "model.norm.weight"),
-        TensorRule("output.weight", "lm_head.weight", optional=True),
+        *_MLP,
     ),
     required=_DIMENSIONS,
     understood=(
@@ -141,7 +180,7 @@ _LLAMA = Architecture(
         "rope.freq_base",
         "vocab_size",
     ),
-    rope_factors="rope_freqs.weight",
+    rope_factors=("rope_freqs.weight",),
 )
 
 _ONE_PLUS = 1.0
@@ -153,17 +192,12 @@ _GEMMA3 = Architecture(
     rules=(
         TensorRule("token_embd.weight", "model.embed_tokens.weight"),
         _layer("attn_norm", "input_layernorm", shift=_ONE_PLUS),
-        _layer("attn_q", "self_attn.q_proj"),
-        _layer("attn_k", "self_attn.k_proj"),
-        _layer("attn_v", "self_attn.v_proj"),
-        _layer("attn_output", "self_attn.o_proj"),
+        *_ATTENTION,
         _layer("attn_q_norm", "self_attn.q_norm", shift=_ONE_PLUS),
         _layer("attn_k_norm", "self_attn.k_norm", shift=_ONE_PLUS),
         _layer("post_attention_norm", "post_attention_layernorm", shift=_ONE_PLUS),
         _layer("ffn_norm", "pre_feedforward_layernorm", shift=_ONE_PLUS),
-        _layer("ffn_gate", "mlp.gate_proj"),
-        _layer("ffn_up", "mlp.up_proj"),
-        _layer("ffn_down", "mlp.down_proj"),
+        *_MLP,
         _layer("post_ffw_norm", "post_feedforward_layernorm", shift=_ONE_PLUS),
         TensorRule("output_norm.weight", "model.norm.weight", shift=_ONE_PLUS),
         TensorRule("output.weight", "lm_head.weight", optional=True),
@@ -184,7 +218,87 @@ _GEMMA3 = Architecture(
     ),
 )
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({table.name: table for table in (_LLAMA, _GEMMA3)})
+_QWEN = (
+    *_ROPE_SCALING,
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "vocab_size",
+)
+
+_QWEN2 = Architecture(
+    name="qwen2",
+    model_class="Qwen2ForCausalLM",
+    rules=(
+        *_ENDS,
+        *_NORMS,
+        *_ATTENTION,
+        _layer_bias("attn_q", "self_attn.q_proj"),
+        _layer_bias("attn_k", "self_attn.k_proj"),
+        _layer_bias("attn_v", "self_attn.v_proj"),
+        *_MLP,
+    ),
+    required=(*_DIMENSIONS, "attention.head_count_kv", "rope.freq_base"),
+    understood=_QWEN,
+)
+
+_QWEN3 = Architecture(
+    name="qwen3",
+    model_class="Qwen3ForCausalLM",
+    rules=(*_ENDS, *_NORMS, *_ATTENTION, *_HEAD_NORMS, *_MLP),
+    required=(*_DIMENSIONS, "attention.head_count_kv", "attention.key_length", "rope.freq_base"),
+    understood=_QWEN,
+)
+
+_QWEN3MOE = Architecture(
+    name="qwen3moe",
+    model_class="Qwen3MoeForCausalLM",
+    rules=(
+        *_ENDS,
+        *_NORMS,
+        *_ATTENTION,
+        *_HEAD_NORMS,
+        _layer("ffn_gate_inp", "mlp.gate"),
+        _expert_bank("gate_up_proj", "ffn_gate_exps", joined="ffn_up_exps"),
+        _expert_bank("down_proj", "ffn_down_exps"),
+    ),
+    required=(
+        *_DIMENSIONS,
+        "attention.head_count_kv",
+        "attention.key_length",
+        "rope.freq_base",
+        "expert_count",
+        "expert_used_count",
+        "expert_feed_forward_length",
+    ),
+    understood=_QWEN,
+)
+
+_PHI3 = Architecture(
+    name="phi3",
+    model_class="Phi3ForCausalLM",
+    rules=(
+        *_ENDS,
+        *_NORMS,
+        _layer("attn_qkv", "self_attn.qkv_proj"),
+        _layer("attn_output", "self_attn.o_proj"),
+        _layer("ffn_up", "mlp.gate_up_proj"),
+        _layer("ffn_down", "mlp.down_proj"),
+    ),
+    required=(*_DIMENSIONS, "attention.head_count_kv", "rope.dimension_count", "rope.freq_base"),
+    understood=(
+        "attention.sliding_window",
+        "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length",
+        "vocab_size",
+    ),
+    rope_factors=("rope_factors_short.weight", "rope_factors_long.weight"),
+    zero_counts=("attention.sliding_window",),
+)
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {table.name: table for table in (_LLAMA, _GEMMA3, _QWEN2, _QWEN3, _QWEN3MOE, _PHI3)}
+)
 """Every GGUF architecture that can be read, by the name in `general.architecture`."""
 
 

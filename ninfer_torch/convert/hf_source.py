@@ -1,6 +1,7 @@
 """A Hugging Face folder of safetensors as a conversion source.
 
-Shards are mapped, never loaded: a row range is read when it is asked for. Names are the files' own.
+Shards are mapped, never loaded: a row range is read when it is asked for. Names are the files' own; an encoded matrix
+(`encoded_sources`) goes by its parameter's name.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-
-from ninfer_torch.convert.source import RowReader, SourceTensor, UnusedTensor
+from ninfer_torch.convert.encoded_sources import find_encoded
+from ninfer_torch.convert.safetensors_files import INDEX, StoredTensor, find_shards, open_shards
+from ninfer_torch.convert.source import SourceTensor, UnusedTensor
 from ninfer_torch.errors import ConversionError
 
 __all__ = ["RESOURCE_FILES", "HuggingFaceSource"]
@@ -38,9 +38,6 @@ RESOURCE_FILES = (
 )
 """Small files that travel with a model, in the order in which an artifact stores them."""
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-
 _ENCODINGS: Mapping[str, str] = MappingProxyType(
     {
         "BF16": "bf16",
@@ -56,11 +53,20 @@ _ENCODINGS: Mapping[str, str] = MappingProxyType(
 """safetensors dtype -> encoding. Eight-bit and smaller words are somebody's quantization, not numbers."""
 
 
-class HuggingFaceSource:
-    """The folder of an unquantized model: config.json and `model.safetensors`, or shards with an index.
+_CONFIG = "config.json"
+_READ_SCHEMES = ("compressed-tensors", "modelopt", "fp8")
+"""What the `quant_method` of a readable quantized checkpoint begins with."""
 
-    Raises ConversionError, naming file and tensor, for a missing shard, a tensor in two shards, an indexed tensor that
-    its shard lacks, a broken file, and a number type that is no plain float or integer.
+_SCALED_BLOCK = (128, 128)
+
+
+class HuggingFaceSource:
+    """The folder of a model: config.json and `model.safetensors`, or shards with an index.
+
+    Matrices in NVFP4 or FP8 (compressed-tensors, ModelOpt, Hugging Face `fp8`) are offered encoded, or decoded where no
+    format holds their words; `unused` names the stored tensors that no artifact needs. Raises ConversionError, naming
+    file and tensor, for a missing shard, a tensor in two shards, an indexed tensor that its shard lacks, a broken file,
+    and words of a number type or scheme that is not known.
     """
 
     kind = "huggingface"
@@ -69,53 +75,81 @@ class HuggingFaceSource:
         self._folder = Path(folder)
         if not self._folder.is_dir():
             raise ConversionError(f"{self._folder}: not a folder")
-        self._shards, indexed = _find_shards(self._folder)
-        found = _open_shards(self._folder, self._shards)
-        self.tensors: Mapping[str, SourceTensor] = MappingProxyType(
-            {
-                name: _describe(shard, handle, name)
-                for name, (shard, handle) in found.items()
-                if indexed is None or name in indexed
-            }
-        )
-        self.unused: Sequence[UnusedTensor] = tuple(
-            UnusedTensor(name, f"not listed in {_INDEX}") for name in found if name not in self.tensors
-        )
+        self._shards, indexed = find_shards(self._folder)
+        found = open_shards(self._folder, self._shards)
         for name, shard in (indexed or {}).items():
-            if name not in found or found[name][0] != shard:
-                raise ConversionError(f"{self._folder / shard}: lacks tensor {name!r}, which {_INDEX} places there")
+            if name not in found or found[name].file != shard:
+                raise ConversionError(f"{self._folder / shard}: lacks tensor {name!r}, which {INDEX} places there")
+        listed = {name: stored for name, stored in found.items() if indexed is None or name in indexed}
+        self._quantization = self._read_quantization()
+        encoded = find_encoded(listed, self._scaled_block())
+        aside = {unused.name for unused in encoded.unused}
+        plain = {
+            name: _describe(stored) for name, stored in listed.items() if name not in encoded.use and name not in aside
+        }
+        self.tensors: Mapping[str, SourceTensor] = MappingProxyType({**plain, **encoded.tensors})
+        self.unused: Sequence[UnusedTensor] = (
+            *(UnusedTensor(name, f"not listed in {INDEX}") for name in found if name not in listed),
+            *encoded.unused,
+        )
 
     @property
     def name(self) -> str:
         return self._folder.resolve().name
 
     def config(self) -> Any:
-        """The config as Transformers' AutoConfig reads it.
+        """The config as Transformers' AutoConfig reads it, without the source's quantization.
 
-        Raises ConversionError where config.json is missing or unknown to Transformers, and for a quantized checkpoint,
-        whose words would have to be decoded first.
+        Raises ConversionError where config.json is missing or unknown to Transformers, and for a checkpoint quantized by
+        a method whose words are not read here.
         """
         from transformers import AutoConfig
 
-        if not (self._folder / "config.json").is_file():
-            raise ConversionError(f"{self._folder}: no config.json beside the weights")
+        if not (self._folder / _CONFIG).is_file():
+            raise ConversionError(f"{self._folder}: no {_CONFIG} beside the weights")
         try:
             config = AutoConfig.from_pretrained(str(self._folder), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise ConversionError(
-                f"{self._folder / 'config.json'}: Transformers cannot read this config: {error}"
-            ) from error
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None:
-            method = (
-                quantization.get("quant_method")
-                if isinstance(quantization, dict)
-                else getattr(quantization, "quant_method", None)
-            )
-            raise ConversionError(
-                f"{self._folder}: the checkpoint is quantized ({method}); expected plain bf16, fp16 or fp32 weights"
-            )
+            raise ConversionError(f"{self._folder / _CONFIG}: Transformers cannot read this config: {error}") from error
+        self._refuse_unknown_quantization()
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
         return config
+
+    def _read_quantization(self) -> Mapping[str, Any]:
+        """The `quantization_config` of config.json, empty where there is none."""
+        path = self._folder / _CONFIG
+        if not path.is_file():
+            return {}
+        try:
+            stated = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+        except (ValueError, AttributeError) as error:
+            raise ConversionError(f"{path}: expected a JSON object ({error})") from error
+        if stated is not None and not isinstance(stated, dict):
+            raise ConversionError(f"{path}: quantization_config is {stated!r}, expected an object")
+        return stated or {}
+
+    def _refuse_unknown_quantization(self) -> None:
+        stated = self._quantization
+        method = str(stated.get("quant_method", "unnamed"))
+        if stated and not method.startswith(_READ_SCHEMES):
+            raise ConversionError(
+                f"{self._folder}: the checkpoint is quantized ({method}); expected plain bf16, fp16 or fp32 weights, or "
+                f"NVFP4 or FP8 by {', '.join(_READ_SCHEMES)}"
+            )
+        if stated.get("transform_config"):
+            raise ConversionError(
+                f"{self._folder}: the weights are stored behind the transforms of transform_config, which are not imported"
+            )
+
+    def _scaled_block(self) -> tuple[int, int]:
+        """[rows, columns] under one scale of FP8 in blocks."""
+        block = self._quantization.get("weight_block_size") or _SCALED_BLOCK
+        if len(block) != 2 or not all(isinstance(extent, int) and extent > 0 for extent in block):
+            raise ConversionError(
+                f"{self._folder / _CONFIG}: weight_block_size is {block!r}, expected two positive extents"
+            )
+        return block[0], block[1]
 
     def resources(self) -> dict[str, bytes]:
         paths = (self._folder / name for name in RESOURCE_FILES)
@@ -127,59 +161,9 @@ class HuggingFaceSource:
         return {"kind": self.kind, "name": self.name, "files": files}
 
 
-def _find_shards(folder: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
-    """The weight files of a folder, and the index's map from tensor to file where there is an index."""
-    if (folder / _SINGLE).is_file():
-        return (_SINGLE,), None
-    index = folder / _INDEX
-    if not index.is_file():
-        others = sorted(
-            path.name for path in folder.iterdir() if path.suffix in {".bin", ".pt", ".pth", ".gguf", ".safetensors"}
-        )
+def _describe(stored: StoredTensor) -> SourceTensor:
+    if stored.dtype not in _ENCODINGS:
         raise ConversionError(
-            f"{folder}: expected {_SINGLE} or {_INDEX}, found {', '.join(others) or 'no weight files'}"
+            f"{stored.file}: tensor {stored.name!r} holds {stored.dtype} words; expected one of {', '.join(_ENCODINGS)}"
         )
-    try:
-        indexed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = tuple(sorted(set(indexed.values())))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(
-            f"{index}: expected a JSON object with a weight_map of tensor names to file names ({error!r})"
-        ) from error
-    for shard in shards:
-        if not isinstance(shard, str) or os.path.basename(shard) != shard:
-            raise ConversionError(f"{index}: {shard!r} is not a bare file name")
-        if not (folder / shard).is_file():
-            count = sum(file == shard for file in indexed.values())
-            raise ConversionError(f"{folder / shard}: missing shard; {_INDEX} places {count} tensors there")
-    return shards, indexed
-
-
-def _open_shards(folder: Path, shards: Sequence[str]) -> dict[str, tuple[str, Any]]:
-    found: dict[str, tuple[str, Any]] = {}
-    for shard in shards:
-        try:
-            handle = safe_open(str(folder / shard), framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise ConversionError(f"{folder / shard}: not a readable safetensors file: {error}") from error
-        for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-            if name in found:
-                raise ConversionError(f"{folder / shard}: tensor {name!r} lies in {found[name][0]} too")
-            found[name] = (shard, handle)
-    return found
-
-
-def _describe(shard: str, handle: Any, name: str) -> SourceTensor:
-    part = handle.get_slice(name)
-    dtype = part.get_dtype()
-    if dtype not in _ENCODINGS:
-        raise ConversionError(f"{shard}: tensor {name!r} holds {dtype} words; expected one of {', '.join(_ENCODINGS)}")
-    return SourceTensor(name, tuple(part.get_shape()), _ENCODINGS[dtype], _reader(handle, name))
-
-
-def _reader(handle: Any, name: str) -> RowReader:
-    def read(begin: int, end: int) -> torch.Tensor:
-        part = handle.get_slice(name)
-        return part[begin:end] if part.get_shape() else handle.get_tensor(name)
-
-    return read
+    return SourceTensor(stored.name, stored.shape, _ENCODINGS[stored.dtype], stored.rows)

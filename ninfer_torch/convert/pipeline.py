@@ -10,27 +10,28 @@ double the work.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
+from ninfer_torch.artifact.journal import Journal
 from ninfer_torch.artifact.writer import ArtifactWriter
 from ninfer_torch.convert.hf_source import HuggingFaceSource
-from ninfer_torch.convert.methods import get_method
-from ninfer_torch.convert.presets import Preset, Selection, get_preset, select
-from ninfer_torch.convert.report import Report, ResourceEntry, TensorEntry
-from ninfer_torch.convert.source import Source, SourceTensor, UnusedTensor
-from ninfer_torch.errors import ConversionError, LayoutError
-from ninfer_torch.formats import get_format
-from ninfer_torch.layouts import encoded_bytes, planes_of
-from ninfer_torch.models.generic import COMPONENT, ModelPlan, PlannedTensor, logical_name, plan_model, use_input
-from ninfer_torch.versions import __version__
+from ninfer_torch.convert.matching import row_chunks
+from ninfer_torch.convert.planning import ConversionPlan, Task, TaskPiece, plan_conversion
+from ninfer_torch.convert.report import Report, report_path
+from ninfer_torch.convert.resume import fingerprint
+from ninfer_torch.convert.settings import Configure, Setting, load_recipe, parse_setting
+from ninfer_torch.convert.source import Source
+from ninfer_torch.errors import ConversionError
+from ninfer_torch.formats import BlockFloatFormat
+from ninfer_torch.models.generic import COMPONENT
 
-__all__ = ["Progress", "convert", "open_source"]
+__all__ = ["Progress", "convert", "open_source", "plan"]
 
 Progress = Callable[[int, int], None]
 """(bytes written so far, bytes of the whole payload)."""
@@ -38,31 +39,21 @@ Progress = Callable[[int, int], None]
 _CHUNK_VALUES = 1 << 21
 """Values read and encoded at a time: 8 MiB as float32."""
 
-_POLICIES: Mapping[str, str] = MappingProxyType({"gguf": "AllowA8"})
-"""Activation policy of a linear weight's use by format family; A16Only where a family is not listed."""
+_DEFAULT_PRESET = "q4"
 
-_LISTED_NAMES = 20
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One object to write: a tensor of the model, where its rows come from and what they become."""
-
-    planned: PlannedTensor
-    source: SourceTensor
-    selection: Selection
-    object_id: str
-
-    @property
-    def bytes(self) -> int:
-        return encoded_bytes(self.selection.format, self.planned.shape)
+SourceLike = Source | torch.nn.Module | str | os.PathLike[str]
+RecipeLike = Configure | str | os.PathLike[str]
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
-    """The source at a path: a folder of safetensors with its config.json, or a `.gguf` file.
+def open_source(path: str | os.PathLike[str] | torch.nn.Module) -> Source:
+    """The source at a path: a folder of safetensors with its config.json, a `.gguf` or a `.ninfer` file; or a live model.
 
     Raises ConversionError for anything else, and whatever the source refuses.
     """
+    if isinstance(path, torch.nn.Module):
+        from ninfer_torch.convert.module_source import ModuleSource
+
+        return ModuleSource(path)
     path = Path(path)
     if path.is_dir():
         return HuggingFaceSource(path)
@@ -70,63 +61,144 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         from ninfer_torch.convert.gguf_source import GgufSource
 
         return GgufSource(path)
+    if path.is_file() and path.suffix.lower() == ".ninfer":
+        from ninfer_torch.convert.artifact_source import ArtifactSource
+
+        return ArtifactSource(path)
     found = "a file of another kind" if path.exists() else "nothing"
-    raise ConversionError(f"{path}: expected a folder with config.json and safetensors, or a .gguf file; found {found}")
+    raise ConversionError(
+        f"{path}: expected a folder with config.json and safetensors, a .gguf or a .ninfer file; found {found}"
+    )
+
+
+def plan(
+    source: SourceLike,
+    preset: str | None = None,
+    *,
+    recipe: RecipeLike | None = None,
+    settings: Sequence[str | Setting] = (),
+    sources: Mapping[str, SourceLike] | None = None,
+    name: str | None = None,
+    no_fallback: bool = False,
+) -> ConversionPlan:
+    """What `convert` with the same arguments will write; nothing is written. `plan(...).outline` is for people.
+
+    Raises ConversionError as `convert` does before it creates a file.
+    """
+    file_name = "" if recipe is None or callable(recipe) else Path(recipe).name
+    return plan_conversion(
+        _opened(source),
+        preset if preset is not None or recipe is not None else _DEFAULT_PRESET,
+        recipe=recipe if recipe is None or callable(recipe) else load_recipe(recipe),
+        recipe_name=file_name,
+        settings=[parse_setting(setting) if isinstance(setting, str) else setting for setting in settings],
+        sources={key: _opened(other) for key, other in (sources or {}).items()},
+        name=name,
+        no_fallback=no_fallback,
+    )
+
+
+def _opened(source: SourceLike) -> Source:
+    return open_source(source) if isinstance(source, str | os.PathLike | torch.nn.Module) else source
 
 
 def convert(
-    source: Source | str | os.PathLike[str],
+    source: SourceLike,
     output: str | os.PathLike[str],
-    preset: str = "q4",
+    preset: str | None = None,
     *,
+    recipe: RecipeLike | None = None,
+    settings: Sequence[str | Setting] = (),
+    sources: Mapping[str, SourceLike] | None = None,
     name: str | None = None,
     no_fallback: bool = False,
     artifact_id: str | bytes | None = None,
     max_file_bytes: int | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Write a model as a `.ninfer` artifact and report what became of every tensor.
+    """Write a model as a `.ninfer` artifact, with a report beside it, and return the report.
 
-    `source` is a path (see `open_source`) or a Source; `preset` a name of PRESETS. `name` is the public model name in
-    the artifact's metadata (default: the source's name). With `no_fallback`, block types that preset `gguf` cannot keep
-    are an error that lists them. Memory stays bounded by one chunk of rows and the smaller planes of one tensor,
-    whatever the model's size. The same source, preset and `artifact_id` give the same bytes.
+    `source` is a path or a live model (see `open_source`), or a Source. What tensors become is decided by `preset`, a name of PRESETS
+    (q4 where there is no recipe, else nothing is quantized at first), then `recipe`, a Python file with
+    `configure(model, recipe, sources)` or such a function, then `settings` (`SELECTOR=FORMAT[:METHOD[:NAME=VALUE,...]]`);
+    later ones win. `sources` are further sources that a recipe names. `name` is the public model name in the artifact's
+    metadata (default: the source's name). With `no_fallback`, block types that preset `gguf` cannot keep are an error
+    that lists them. Memory stays bounded by one chunk of rows and the smaller planes of one tensor, whatever the model's
+    size. The same sources, recipe and `artifact_id` give the same bytes.
 
-    Raises ConversionError before any file is created for missing or misshapen tensors and encodings without a target,
-    and ArtifactError when `output` exists; while writing, ConversionError for values that a method refuses. Nothing is
-    left behind on failure.
+    With `resume`, an interrupted conversion leaves its unfinished files beside `output` under hidden names, and the same
+    call goes on where it stopped, with the same bytes in the end; without a given `artifact_id` the first one stays.
+    Changes of source, recipe or limit in between are an ArtifactError.
+
+    Raises ConversionError before any file is created for missing or misshapen tensors, encodings without a target and
+    recipes that do not fit, and ArtifactError when `output` exists; while writing, ConversionError for values that a
+    method refuses. Nothing is left behind on failure.
     """
-    chosen = get_preset(preset)
-    identity = uuid.uuid4().hex if artifact_id is None else artifact_id
-    writer = ArtifactWriter(output, artifact_id=identity, max_file_bytes=max_file_bytes)
-    opened = open_source(source) if isinstance(source, str | os.PathLike) else source
-    plan = plan_model(opened.config())
-    tasks, unused = _plan_tasks(plan, opened, chosen, no_fallback)
-    resources = {role: (f"resource/{COMPONENT}/{role}", data) for role, data in opened.resources().items()}
-    writer.metadata = {"name": name or opened.name}
-    writer.provenance = {
-        "converter": "ninfer_torch",
-        "version": __version__,
-        "recipe": preset,
-        "sources": {opened.kind: opened.provenance()},
-    }
-    writer.component(COMPONENT, plan.config, resources={role: object_id for role, (object_id, _) in resources.items()})
-    for object_id, data in resources.values():
-        writer.resource(object_id, data)
-    for task in tasks:
-        _add(writer, task)
-    writer.finish(None if progress is None else _running_total(progress, writer.planned_bytes))
-    return Report(
-        artifact=writer.path.name,
-        artifact_id=identity.lower() if isinstance(identity, str) else identity.hex(),
-        name=writer.metadata["name"],
-        preset=preset,
-        architecture=plan.architecture,
-        provenance=writer.provenance,
-        tensors=tuple(_entry(task) for task in tasks),
-        resources=tuple(ResourceEntry(role, object_id, len(data)) for role, (object_id, data) in resources.items()),
-        unused=unused,
+    begin = time.monotonic()
+    ArtifactWriter(output, artifact_id=artifact_id, max_file_bytes=max_file_bytes)  # refuses what cannot be, early
+    planned = plan(
+        source, preset, recipe=recipe, settings=settings, sources=sources, name=name, no_fallback=no_fallback
     )
+    identity = artifact_id.hex() if isinstance(artifact_id, bytes) else (artifact_id or "").lower()
+    with ExitStack() as stack:
+        journal = None
+        if resume:
+            _refuse_live_models(planned)
+            given = (source, recipe, *(sources or {}).values())
+            paths = [path for path in given if isinstance(path, str | os.PathLike)]
+            state = fingerprint(planned, paths, max_file_bytes)
+            journal = stack.enter_context(closing(Journal(Path(output), state, identity or None)))
+            identity = journal.artifact_id
+        identity = identity or uuid.uuid4().hex
+        writer = ArtifactWriter(output, artifact_id=identity, max_file_bytes=max_file_bytes)
+        _declare(writer, planned)
+        writer.finish(None if progress is None else _running_total(progress, writer.planned_bytes), journal)
+    outline = planned.outline
+    report = Report(
+        **{key: getattr(outline, key) for key in outline.__dataclass_fields__},
+        artifact=writer.path.name,
+        artifact_id=identity,
+        payload_bytes=writer.planned_bytes,
+        seconds=round(time.monotonic() - begin, 3),
+    )
+    report.write(report_path(writer.path))
+    return report
+
+
+def _refuse_live_models(planned: ConversionPlan) -> None:
+    """A model in memory may have changed since an unfinished conversion, and nothing would tell."""
+    if any(facts["kind"] == "module" for facts in planned.outline.provenance["sources"].values()):
+        raise ConversionError("a live model cannot be converted with resume; save it to a folder and convert that")
+
+
+def _declare(writer: ArtifactWriter, planned: ConversionPlan) -> None:
+    """Everything the artifact will hold, in the stock order: resources, weights, auxiliaries."""
+    outline = planned.outline
+    writer.metadata = {"name": outline.name}
+    writer.provenance = dict(outline.provenance)
+    writer.component(COMPONENT, planned.config, resources={entry.name: entry.object for entry in outline.resources})
+    for entry in outline.resources:
+        writer.resource(entry.object, planned.resources[entry.name])
+    for task in planned.tasks:
+        writer.tensor(task.object_id, task.record.name, task.shape, _payload_of(task), divisors=task.divisors)
+    for name, bound in planned.bindings.items():
+        if isinstance(bound, str):
+            writer.bind(name, bound)
+        else:
+            writer.bind(name, parts=bound)
+    divided = 0
+    for use in planned.uses:
+        auxiliaries = {}
+        if use.divisor is not None:
+            auxiliaries["activation_input_divisor"] = object_id = f"auxiliary/{divided:06d}"
+            writer.tensor(object_id, "fp32", (), torch.tensor(use.divisor, dtype=torch.float32))
+            divided += 1
+        writer.use(use.parameter, use.input, use.activation_policy, auxiliaries)
+
+
+def _payload_of(task: Task) -> Callable[[], Iterator[memoryview | bytes]]:
+    return lambda: _payload(task)
 
 
 def _running_total(progress: Progress, total: int) -> Callable[[int], None]:
@@ -140,118 +212,14 @@ def _running_total(progress: Progress, total: int) -> Callable[[int], None]:
     return advance
 
 
-def _plan_tasks(
-    plan: ModelPlan, source: Source, preset: Preset, no_fallback: bool
-) -> tuple[tuple[_Task, ...], tuple[UnusedTensor, ...]]:
-    if preset.source_kind not in (None, source.kind):
-        raise ConversionError(
-            f"preset {preset.name} needs a {preset.source_kind} source, found a {source.kind} source ({source.name})"
-        )
-    found = _match_names(plan, source)
-    tasks = []
-    for index, (planned, names) in enumerate(zip(plan.tensors, found, strict=True)):
-        tensor = _agreed([source.tensors[name] for name in names])
-        if tensor.shape != planned.shape:
-            raise ConversionError(
-                f"tensor {names[0]!r} has shape {list(tensor.shape)}, {plan.architecture} expects "
-                f"{list(planned.shape)} for {planned.names[0]!r}"
-            )
-        task = _Task(planned, tensor, select(preset, planned.kind, tensor), f"weight/{index:06d}")
-        _check_encodable(task)
-        tasks.append(task)
-    if no_fallback:
-        _refuse_fallbacks(tasks)
-    consumed = {name for names in found for name in names}
-    left = (
-        UnusedTensor(name, f"{plan.architecture} has no such parameter")
-        for name in source.tensors
-        if name not in consumed
-    )
-    return tuple(tasks), (*source.unused, *left)
-
-
-def _match_names(plan: ModelPlan, source: Source) -> list[list[str]]:
-    """The source's names of every planned tensor, under the one spelling that finds them all.
-
-    A checkpoint may have been saved from a model with or without the head around its base model, whose names then carry
-    the base model's prefix or not.
-    """
-    prefix = f"{plan.base_model_prefix}."
-    spellings: tuple[Callable[[str], str], ...] = (
-        lambda name: name,
-        lambda name: name.removeprefix(prefix),
-        lambda name: prefix + name,
-    )
-    candidates = [
-        [[spell(name) for name in planned.names if spell(name) in source.tensors] for planned in plan.tensors]
-        for spell in spellings
-    ]
-    best = max(candidates, key=lambda found: sum(map(bool, found)))
-    missing = [planned.names[0] for planned, names in zip(plan.tensors, best, strict=True) if not names]
-    if missing:
-        total = len(plan.tensors)
-        raise ConversionError(
-            f"{source.name} lacks {len(missing)} of the {total} tensors of {plan.architecture} "
-            f"(with or without the prefix {prefix!r}): {_listed(missing)}"
-        )
-    return best
-
-
-def _agreed(twins: Sequence[SourceTensor]) -> SourceTensor:
-    """The first of several source tensors that the model ties; raises ConversionError unless all hold the same."""
-    first = twins[0]
-    for twin in twins[1:]:
-        if twin.shape != first.shape or not all(
-            torch.equal(first.values(begin, end), twin.values(begin, end)) for begin, end in _chunks(first)
-        ):
-            raise ConversionError(
-                f"the config ties {first.name!r} and {twin.name!r}, but the source holds different values for them"
-            )
-    return first
-
-
-def _check_encodable(task: _Task) -> None:
-    """Find before writing what a format, a layout or the source's decoder refuses, as far as one row tells."""
-    method, record = get_method(task.selection.method), get_format(task.selection.format)
-    where = f"{task.planned.names[0]!r} as {record.name}"
-    try:
-        planes = planes_of(record, task.planned.shape)
-    except LayoutError as error:
-        raise ConversionError(f"{where}: {error}") from error
-    if method.takes == "encoded":
-        found, expected = task.source.blocks(0, 1).shape[1], planes[0].shape[1]
-        if found != expected:
-            raise ConversionError(f"{where}: a source row holds {found} bytes, expected {expected}")
-    else:
-        task.source.values(0, 1)
-
-
-def _refuse_fallbacks(tasks: Sequence[_Task]) -> None:
-    lost = [f"{task.planned.names[0]} ({task.source.encoding})" for task in tasks if task.selection.fallback]
-    if lost:
-        raise ConversionError(
-            f"{len(lost)} tensors cannot keep their block type and fallbacks are off: {', '.join(lost)}"
-        )
-
-
-def _add(writer: ArtifactWriter, task: _Task) -> None:
-    format_name = task.selection.format
-    writer.tensor(task.object_id, format_name, task.planned.shape, lambda: _payload(task))
-    for name in task.planned.names:
-        writer.bind(logical_name(name), task.object_id)
-    policy = _POLICIES.get(get_format(format_name).family, "A16Only")
-    for name in task.planned.multiplied:
-        writer.use(logical_name(name), use_input(name), activation_policy=policy)
-
-
-def _payload(task: _Task) -> Iterator[memoryview | bytes]:
+def _payload(task: Task) -> Iterator[memoryview | bytes]:
     """The bytes of one object in file order."""
-    first, *others = planes_of(task.selection.format, task.planned.shape)
+    first, *others = task.planes
     kept = [torch.empty(plane.shape, dtype=plane.dtype) for plane in others]
     for begin, end, planes in _encoded_rows(task):
         yield _bytes(planes[0])
-        for whole, part in zip(kept, planes[1:], strict=True):
-            whole[begin:end].copy_(part)
+        for plane, whole, part in zip(others, kept, planes[1:], strict=True):
+            whole[begin // plane.rows_per_index : -(-end // plane.rows_per_index)].copy_(part)
     position = first.end
     for plane, whole in zip(others, kept, strict=True):
         yield bytes(plane.offset - position)
@@ -259,42 +227,22 @@ def _payload(task: _Task) -> Iterator[memoryview | bytes]:
         position = plane.end
 
 
-def _encoded_rows(task: _Task) -> Iterator[tuple[int, int, tuple[torch.Tensor, ...]]]:
-    method, record = get_method(task.selection.method), get_format(task.selection.format)
-    read = task.source.blocks if method.takes == "encoded" else task.source.values
-    for begin, end in _chunks(task.source):
-        try:
-            planes = method.encode(read(begin, end), record, begin)
-        except ConversionError as error:
-            raise ConversionError(f"{task.planned.names[0]!r} as {record.name}: {error}") from error
-        yield begin, end, planes
+def _encoded_rows(task: Task) -> Iterator[tuple[int, int, tuple[torch.Tensor, ...]]]:
+    """(begin, end, planes) of every chunk of rows of the object."""
+    position = 0
+    for piece in task.pieces:
+        for begin, end in _chunks(task, piece):
+            count = (end - begin) * piece.rows_per_index
+            yield position, position + count, task.encode(piece, begin, end, position)
+            position += count
 
 
-def _chunks(source: SourceTensor) -> Iterator[tuple[int, int]]:
-    step = max(1, _CHUNK_VALUES // max(1, source.row_values))
-    for begin in range(0, source.rows, step):
-        yield begin, min(begin + step, source.rows)
+def _chunks(task: Task, piece: TaskPiece) -> Iterator[tuple[int, int]]:
+    """Cuts of the piece's leading axis; a function's nvfp4 rows have one divisor, so they are encoded at once."""
+    at_once = isinstance(task.record, BlockFloatFormat) and task.method.takes == "values"
+    values = piece.elements if at_once else _CHUNK_VALUES
+    return row_chunks(piece.tensor, piece.begin, piece.end, values, task.whole_rows)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _entry(task: _Task) -> TensorEntry:
-    return TensorEntry(
-        parameters=tuple(logical_name(name) for name in task.planned.names),
-        object=task.object_id,
-        shape=task.planned.shape,
-        source=task.source.origin or task.source.name,
-        encoding=task.source.encoding,
-        format=task.selection.format,
-        method=task.selection.method,
-        bytes=task.bytes,
-        note=task.selection.note,
-        fallback=task.selection.fallback,
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _LISTED_NAMES
-    return ", ".join(names[:_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")

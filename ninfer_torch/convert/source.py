@@ -15,10 +15,13 @@ import torch
 
 from ninfer_torch.errors import ConversionError
 
-__all__ = ["RowReader", "Source", "SourceTensor", "UnusedTensor"]
+__all__ = ["EncodedRows", "RowReader", "Source", "SourceTensor", "UnusedTensor", "WordReader"]
 
 RowReader = Callable[[int, int], torch.Tensor]
 """(begin, end) -> the rows [begin, end) of the leading axis."""
+
+WordReader = Callable[[int, int], tuple[torch.Tensor, ...]]
+"""(begin, end) -> the words of the rows [begin, end): one tensor per kind of word, each with one entry per row."""
 
 
 class UnusedTensor(NamedTuple):
@@ -29,14 +32,49 @@ class UnusedTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
+class EncodedRows:
+    """Complete rows of an encoded matrix, as the words of their source; row r of every tensor in `words` is row r.
+
+    | Encoding                       | words                                                                        |
+    |--------------------------------|------------------------------------------------------------------------------|
+    | `gguf_*`, `pq2_0`, `ptq1_0`    | blocks uint8 [N, row bytes], as the rows lie in a GGUF file                  |
+    | `nvfp4`                        | codes uint8 [N, K/2], low nibble first; scales uint8 E4M3FN [N, K/16], natural order |
+    | `fp8_e4m3fn_row_bf16`          | codes uint8 E4M3FN [N, K]; scales bfloat16 [N], multipliers                  |
+    | other registered formats       | the planes of its layout                                                     |
+
+    `divisors` float32 [d] belongs to nvfp4: one per run of N / d rows. `name` and `first_row` say in messages which
+    rows of which tensor these are. `columns` is K where it is known; planes with padding do not tell.
+    """
+
+    encoding: str
+    words: tuple[torch.Tensor, ...]
+    divisors: torch.Tensor | None = None
+    name: str = ""
+    first_row: int = 0
+    columns: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows N of the matrix, or of this part of it."""
+        return self.words[0].shape[0]
+
+    def place(self, row: int) -> str:
+        """Where a row lies, for messages."""
+        where = f"row {self.first_row + row}"
+        return f"tensor {self.name!r}, {where}" if self.name else where
+
+
+@dataclass(frozen=True)
 class SourceTensor:
     """One tensor of a source, read by ranges of its leading axis; nothing is held in memory.
 
     `encoding` says what the source's words are: a torch-like name for plain numbers (`bf16`, `fp16`, `fp32`, `fp64`,
-    `int32`, ...), the registered format name of a GGUF block type (`gguf_q4_k`), or the ggml name of another block type
-    that can be decoded (`q4_1`). `read_values` yields numbers; `read_blocks` is given exactly when `encoding` is a
-    registered GGUF format and yields block rows, byte for byte. `origin` is the tensor's name in its file, where that
-    differs from `name`, the state-dict name.
+    `int32`, ...), the registered format name of a GGUF block type (`gguf_q4_k`), the ggml name of another block type
+    that can be decoded (`q4_1`), or an encoding of `EncodedRows`. `read_values` yields numbers; `read_blocks` is given
+    exactly when the words are GGUF blocks that can be copied and yields block rows, byte for byte; `read_words` is given
+    for the other encodings of `EncodedRows`. `divisor` and `activation_divisor` are those of an nvfp4 matrix, the latter
+    where the source states one: exact float32 numbers by which values are divided, whatever the source's own sense is.
+    `origin` is the tensor's name in its file, where that differs from `name`, the state-dict name.
     """
 
     name: str
@@ -45,6 +83,9 @@ class SourceTensor:
     read_values: RowReader
     read_blocks: RowReader | None = None
     origin: str = ""
+    read_words: WordReader | None = None
+    divisor: float | None = None
+    activation_divisor: float | None = None
 
     @property
     def rows(self) -> int:
@@ -71,7 +112,8 @@ class SourceTensor:
         return result
 
     def blocks(self, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) as the source's encoded bytes, uint8 [end - begin, row bytes].
+        """Rows [begin, end) as the source's encoded bytes, uint8 [end - begin, row bytes]; of a bank [E, N, K] the N
+        rows of each matrix.
 
         Raises ConversionError where the tensor holds no registered block type, or for a range outside the tensor.
         """
@@ -81,10 +123,32 @@ class SourceTensor:
             )
         return self._read(self.read_blocks, begin, end)
 
+    @property
+    def encoded_rows(self) -> bool:
+        """Whether `encoded` has words to give."""
+        return self.read_blocks is not None or self.read_words is not None
+
+    def encoded(self, begin: int, end: int) -> EncodedRows:
+        """Rows [begin, end) as encoded words, for `import_encoded`.
+
+        Raises ConversionError where the tensor holds plain numbers or an encoding that only decodes, or for a range
+        outside the tensor.
+        """
+        if self.read_words is None:
+            words: tuple[torch.Tensor, ...] = (self.blocks(begin, end),)
+        else:
+            self._check_range(begin, end)
+            words = self.read_words(begin, end)
+        divisors = None if self.divisor is None else torch.tensor([self.divisor], dtype=torch.float32)
+        return EncodedRows(self.encoding, words, divisors, self.origin or self.name, begin, self.shape[-1])
+
     def _read(self, reader: RowReader, begin: int, end: int) -> torch.Tensor:
+        self._check_range(begin, end)
+        return reader(begin, end)
+
+    def _check_range(self, begin: int, end: int) -> None:
         if not 0 <= begin <= end <= self.rows:
             raise ConversionError(f"tensor {self.name!r}: rows [{begin}, {end}) lie outside its {self.rows} rows")
-        return reader(begin, end)
 
 
 @runtime_checkable
@@ -93,7 +157,7 @@ class Source(Protocol):
 
     @property
     def kind(self) -> str:
-        """Short name of the kind of source: `huggingface`, `gguf`."""
+        """Short name of the kind of source: `huggingface`, `gguf`, `ninfer`, `module`."""
 
     @property
     def name(self) -> str:

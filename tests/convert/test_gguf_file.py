@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from golden import golden, load_json, load_tensors
 from ninfer_torch.convert.gguf_file import GgufArray, GgufFile
-from ninfer_torch.convert.gguf_source import read_values
+from ninfer_torch.convert.gguf_values import read_values
 from ninfer_torch.errors import ConversionError
 
 F32, F16, Q4_0, TYPE_42 = 0, 1, 2, 42
@@ -247,13 +247,21 @@ def test_golden_tensor_tables_agree_with_the_index(name: str) -> None:
         assert (tensor.offset, tensor.nbytes) == (record["data_offset"], record["nbytes"])
 
 
-def test_ternary_types_are_known_by_name_and_refused_when_decoded() -> None:
+def test_ternary_types_decode_to_the_golden_values() -> None:
     file = GgufFile(golden("gguf", "ternary_142_143.gguf"))
-    for suffix, number in (("pq2_0", 142), ("ptq1_0", 143)):
-        tensor = file.tensors[f"signed.{suffix}"]
-        with pytest.raises(ConversionError, match=rf"{number} \({suffix}\).*t2_g128_fp16 is planned"):
-            read_values(file, tensor, 0, 5)
-    assert read_values(file, file.tensors["f32"], 0, 3).dtype == torch.float32
+    expected = load_tensors(golden("gguf", "ternary_142_143.safetensors"))
+    assert set(file.tensors) == set(expected)
+    for name, values in expected.items():
+        read = read_values(file, file.tensors[name], 0, file.tensors[name].shape[0])
+        assert torch.equal(read.view(torch.int32), values.view(torch.int32)), name
+
+
+def test_a_code_that_is_not_ternary_is_refused_with_its_place() -> None:
+    file = GgufFile(golden("gguf", "ternary_142_code3.gguf"))
+    tensor = file.tensors["bad.pq2_0"]
+    assert read_values(file, tensor, 0, 1).shape == (1, 256)
+    with pytest.raises(ConversionError, match="'bad.pq2_0', row 1, column 150: code 3"):
+        read_values(file, tensor, 1, 2)
 
 
 @pytest.mark.parametrize("name", ["type42_lookalike.gguf", "type42_lookalike_last.gguf"])

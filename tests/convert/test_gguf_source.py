@@ -417,8 +417,7 @@ def test_one_part_of_a_split_model_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "name", "advice"),
     [
-        (142, "pq2_0", "t2_g128_fp16 is planned"),
-        (143, "ptq1_0", "t2_g128_fp16 is planned"),
+        (41, "q1_0", "quantize the"),
         (999, "unknown", "quantize the"),
     ],
 )

@@ -1,303 +1,129 @@
-"""The methods: numbers become exactly the words the specification says."""
+"""Which method writes which format, and what `quantize` accepts."""
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from golden import golden, load_json, load_tensors
-from ninfer_torch.convert import methods
-from ninfer_torch.convert.methods import METHODS, cast_direct, grouped_absmax, import_encoded, quantize
+from exact import assert_same_words
+from ninfer_torch.convert.methods import (
+    METHODS,
+    cast_direct,
+    fp8_row_maxabs,
+    grouped_absmax,
+    grouped_search,
+    quantize,
+)
 from ninfer_torch.errors import ConversionError, FormatError
-from ninfer_torch.formats import FORMATS, get_format
-from ninfer_torch.tensors import NinferTensor, encode
+from ninfer_torch.formats import FORMATS
+from ninfer_torch.tensors import encode
 
-ABSMAX = ("q4_g64_fp16", "q5_g64_fp16", "q6_g64_fp16", "q8_g32_fp16")
-
-# (group size, largest code magnitude, smallest code), typed in from spec/conversion.md 3 and spec/layouts.md 3.
-NUMBERS = {
-    "q4_g64_fp16": (64, 7, -8),
-    "q5_g64_fp16": (64, 15, -16),
-    "q6_g64_fp16": (64, 31, -32),
-    "q8_g32_fp16": (32, 127, -127),
-}
-
-
-def nearest(value: Fraction, fraction_bits: int, smallest_exponent: int) -> Fraction:
-    """Round to nearest, ties to even, to a binary float with unlimited range upwards."""
-    if value == 0:
-        return value
-    exponent = math.frexp(float(abs(value)))[1] - 1
-    while abs(value) >= Fraction(2) ** (exponent + 1):
-        exponent += 1
-    while abs(value) < Fraction(2) ** exponent:
-        exponent -= 1
-    step = Fraction(2) ** (max(exponent, smallest_exponent) - fraction_bits)
-    return round(value / step) * step  # round() of a Fraction takes ties to even
-
-
-def to_binary32(value: Fraction) -> Fraction:
-    return nearest(value, 23, -126)
-
-
-def to_binary16(value: Fraction) -> Fraction:
-    return nearest(value, 10, -14)
-
-
-def scalar_absmax(row: np.ndarray, name: str) -> tuple[list[int], list[Fraction]]:
-    """spec/conversion.md 3, one value at a time in exact rational arithmetic. Overflow of a scale is not modelled."""
-    group, largest_code, smallest_code = NUMBERS[name]
-    codes: list[int] = []
-    scales: list[Fraction] = []
-    for begin in range(0, len(row), group):
-        values = [Fraction(float(value)) for value in row[begin : begin + group]]
-        largest = max(abs(value) for value in values)
-        scale = to_binary16(to_binary32(largest / largest_code))
-        if largest and not scale:
-            scale = Fraction(1, 2**24)
-        scales.append(scale)
-        reciprocal = to_binary32(1 / scale) if scale else Fraction(0)
-        for value in values:
-            code = round(to_binary32(value * reciprocal))
-            codes.append(min(max(code, smallest_code), largest_code if name == "q8_g32_fp16" else -smallest_code - 1))
-    return codes, scales
-
-
-def words(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-
-
-def assert_same_words(a: torch.Tensor, b: torch.Tensor) -> None:
-    assert a.dtype == b.dtype and a.shape == b.shape
-    assert torch.equal(words(a), words(b))
-
-
-# --- golden encoders -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ABSMAX)
-def test_absmax_reproduces_every_golden_case(name: str) -> None:
-    cases = load_json(golden("ninfer", "encoders", "index.json"))["grouped_absmax"][name]
-    data = load_tensors(golden("ninfer", "encoders", "grouped_absmax.safetensors"))
-    assert len(cases) >= 15
-    for case, facts in cases.items():
-        weight = data[f"{name}/{case}/input"]
-        if facts["source_dtype"] != "float32":
-            dtype = getattr(torch, facts["source_dtype"])
-            stored = data[f"{name}/{case}/input_words"].view(dtype)
-            assert torch.equal(stored.float(), weight)
-            weight = stored
-        codes, scales = grouped_absmax(weight, name)
-        assert torch.equal(codes, data[f"{name}/{case}/codes"]), case
-        assert torch.equal(scales.view(torch.uint16), data[f"{name}/{case}/scales"]), case
-        quantized = quantize(weight, name)
-        assert isinstance(quantized, NinferTensor) and quantized.format == name and quantized.dtype == weight.dtype
-        assert encode(quantized) == data[f"{name}/{case}/payload"].numpy().tobytes(), case
-
-
-def test_absmax_by_construction_covers_ternary_words_that_are_not_offered() -> None:
-    data = load_tensors(golden("ninfer", "encoders", "grouped_absmax_t2_extra.safetensors"))
-    cases = {key.split("/")[1] for key in data}
-    assert cases
-    for case in cases:
-        codes, scales = methods._grouped_absmax(data[f"t2_g128_fp16/{case}/input"], get_format("t2_g128_fp16"), 0)
-        assert torch.equal(codes, data[f"t2_g128_fp16/{case}/codes"])
-        assert torch.equal(scales.view(torch.uint16), data[f"t2_g128_fp16/{case}/scales"])
-
-
-def golden_error_input(case: str) -> tuple[str, torch.Tensor]:
-    """The input that one `errors` record of the golden index describes in words."""
-    _, name, *what = case.split(" ")
-    kind = " ".join(what)
-    if kind in ("nan", "inf", "neg_inf"):
-        weight = torch.ones(2, 64)
-        weight[1, 5] = float(kind.replace("neg_", "-"))
-        return name, weight
-    if "65520*qmax" in kind:
-        limit = 65520.0 * NUMBERS[name][1]
-        below = torch.tensor(limit).nextafter(torch.tensor(0.0)).item()
-        return name, torch.full((1, 64), below if "just below" in kind else limit)
-    if kind == "refused":
-        return name, torch.ones(2, 64)
-    shapes = {
-        "grouped_absmax rank 1": (64,),
-        "grouped_absmax rank 3": (2, 2, 64),
-        "grouped_absmax integer source": (2, 64),
-    }
-    dtype = torch.int32 if "integer" in case else torch.float32
-    return "q4_g64_fp16", torch.ones(shapes[case], dtype=dtype)
-
-
-def test_absmax_refuses_what_the_golden_index_says() -> None:
-    records = load_json(golden("ninfer", "encoders", "index.json"))["errors"]
-    records = [record for record in records if record["case"].startswith("grouped_absmax")]
-    assert len(records) == 24
-    for record in records:
-        name, weight = golden_error_input(record["case"])
-        if record["raises"] is None:
-            _, scales = grouped_absmax(weight, name)
-            assert bool(scales.isfinite().all()), record
-        else:
-            with pytest.raises(ConversionError):
-                grouped_absmax(weight, name)
-
-
-# --- absmax: laws ----------------------------------------------------------------------------------------------------
-
-
-def random_matrix(seed: int, rows: int, columns: int, exponent: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, columns, generator=generator) * torch.exp2(
-        torch.randint(-6, 7, (rows, 1), generator=generator).float() + exponent
-    )
-    return weight * (torch.rand(rows, columns, generator=generator) > 0.2)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(ABSMAX), st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 140), st.integers(-40, 8))
-def test_absmax_equals_rational_arithmetic(name: str, seed: int, rows: int, columns: int, exponent: int) -> None:
-    weight = random_matrix(seed, rows, columns, exponent)
-    codes, scales = grouped_absmax(weight, name)
-    for row in range(rows):
-        expected_codes, expected_scales = scalar_absmax(weight[row].numpy(), name)
-        assert codes[row].tolist() == expected_codes
-        assert [Fraction(scale) for scale in scales[row].tolist()] == expected_scales
-
-
-@pytest.mark.parametrize("name", ABSMAX)
-def test_absmax_examples_of_the_specification(name: str) -> None:
-    row = torch.zeros(1, 64)
-    row[0, :4] = torch.tensor([0.9, -0.3, 0.05, -1.0])
-    if name == "q4_g64_fp16":
-        codes, scales = grouped_absmax(row, name)
-        assert codes[0, :5].tolist() == [6, -2, 0, -7, 0] and scales.view(torch.uint16).tolist() == [[0x3092]]
-    codes, scales = grouped_absmax(torch.tensor([[1e-9, -2e-9]]), name)
-    assert codes.tolist() == [[0, 0]] and scales.view(torch.uint16).tolist() == [[0x0001]]
-    codes, scales = grouped_absmax(torch.zeros(1, 3), name)
-    assert codes.tolist() == [[0, 0, 0]] and scales.view(torch.uint16).tolist() == [[0]]
-
-
-def test_absmax_multiplies_by_the_reciprocal() -> None:
-    """0x20cc with x = 3.5 scales: the product rounds below the tie, a quotient would be the tie and go to 4."""
-    scale = torch.tensor([0x20CC], dtype=torch.int16).view(torch.float16).float().item()
-    row = torch.zeros(1, 64)
-    row[0, 0], row[0, 1] = 7 * scale, 3.5 * scale
-    codes, scales = grouped_absmax(row, "q4_g64_fp16")
-    assert scales.item() == scale and codes[0, :2].tolist() == [7, 3]
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.sampled_from(ABSMAX), st.integers(0, 2**31), st.integers(2, 9), st.integers(1, 200), st.integers(1, 8))
-def test_rows_do_not_depend_on_their_company(name: str, seed: int, rows: int, columns: int, cut: int) -> None:
-    weight = random_matrix(seed, rows, columns, 0)
-    codes, scales = grouped_absmax(weight, name)
-    cut = min(cut, rows)
-    parts = [grouped_absmax(part, name) for part in (weight[:cut], weight[cut:]) if len(part)]
-    assert torch.equal(torch.cat([part[0] for part in parts]), codes)
-    assert_same_words(torch.cat([part[1] for part in parts]), scales)
-
-
-@pytest.mark.parametrize("name", ABSMAX)
-def test_words_do_not_depend_on_chunks_or_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = random_matrix(5, 67, 333, 0)
-    codes, scales = grouped_absmax(weight, name)
-    threads = torch.get_num_threads()
-    try:
-        for chunk, count in ((1, 1), (1000, 2), (1 << 22, 4)):
-            monkeypatch.setattr(methods, "_CHUNK_VALUES", chunk)
-            torch.set_num_threads(count)
-            again = grouped_absmax(weight, name)
-            assert torch.equal(again[0], codes)
-            assert_same_words(again[1], scales)
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("name", ABSMAX)
-def test_source_types_and_strides_do_not_matter(name: str) -> None:
-    wide = random_matrix(9, 6, 100, 0)
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        source = wide.to(dtype)
-        expected = grouped_absmax(source.float(), name)
-        found = grouped_absmax(source, name)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-    transposed = random_matrix(10, 100, 6, 0).T
-    strided = random_matrix(11, 12, 200, 0)[::2, ::2]
-    for view in (transposed, strided):
-        assert not view.is_contiguous()
-        expected = grouped_absmax(view.contiguous(), name)
-        found = grouped_absmax(view, name)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-    parameter = torch.nn.Parameter(wide)
-    assert torch.equal(grouped_absmax(parameter, name)[0], grouped_absmax(wide, name)[0])
-
-
-def test_float64_is_rounded_to_float32_first() -> None:
-    value = 1.0 + 2.0**-24 + 2.0**-40  # above the float32 tie: rounds up
-    row = torch.zeros(1, 64, dtype=torch.float64)
-    row[0, 0], row[0, 1] = 7.0, value
-    assert torch.equal(grouped_absmax(row, "q4_g64_fp16")[0], grouped_absmax(row.float(), "q4_g64_fp16")[0])
-    row[0, 1] = 1e39
-    with pytest.raises(ConversionError, match=r"row 0, column 1: 1e\+39 is not a finite float32"):
-        grouped_absmax(row, "q4_g64_fp16")
-
-
-def test_errors_say_where() -> None:
-    weight = torch.ones(5, 130)
-    weight[3, 129] = math.nan
-    with pytest.raises(ConversionError, match="row 3, column 129: nan"):
-        grouped_absmax(weight, "q5_g64_fp16")
-    weight[3, 129] = 65520 * 15
-    with pytest.raises(ConversionError, match="row 103, group 2: .* overflows the binary16 scale of q5_g64_fp16"):
-        grouped_absmax(weight, "q5_g64_fp16", first_row=100)
-
-
-@pytest.mark.parametrize("name", ABSMAX)
-def test_quantize_then_decode_partly_filled_group(name: str) -> None:
-    weight = random_matrix(3, 4, 130, 0)
-    codes, scales = grouped_absmax(weight, name)
-    group = NUMBERS[name][0]
-    decoded = quantize(weight, name).dequantize()
-    assert decoded.shape == weight.shape
-    expected = scales.float().repeat_interleave(group, dim=1)[:, :130] * codes.float()
-    assert_same_words(decoded, expected)
-
-
-# --- quantize: what goes where ---------------------------------------------------------------------------------------
+GROUPED = ("q4_g64_fp16", "q5_g64_fp16", "q6_g64_fp16", "q8_g32_fp16")
+ROW_FLOAT = ("fp8_e4m3fn_row_bf16", "fp8_e4m3fn_row_fp16")
 
 
 def test_quantize_answers_for_every_format() -> None:
     """Every registered format either quantizes or says why not, and how its words come about."""
     weight = torch.linspace(-1, 1, 2 * 256).view(2, 256)
     for name, record in FORMATS.items():
-        if name in ABSMAX:
+        if name in GROUPED + ROW_FLOAT:
             assert quantize(weight, name).format == name
         elif not record.quantized:
             assert_same_words(quantize(weight, name), cast_direct(weight, name))
         else:
-            with pytest.raises(ConversionError, match="fp8_row_maxabs" if name.startswith("fp8") else "import_encoded"):
-                quantize(weight, name)
+            for method in (None, "grouped_absmax", "grouped_search", "fp8_row_maxabs"):
+                with pytest.raises(ConversionError, match=f"cannot quantize to {name}: .* by import_encoded"):
+                    quantize(weight, name, method=method)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_quantize_by_search_packs_what_the_method_finds(name: str) -> None:
+    weight = torch.randn(3, 130, generator=torch.Generator().manual_seed(1))
+    importance = torch.rand(130, generator=torch.Generator().manual_seed(2))
+    codes, scales = grouped_search(weight, name, importance=importance, negative_scales=True)
+    quantized = quantize(weight, name, "grouped_search", importance=importance, negative_scales=True)
+    group = FORMATS[name].group
+    assert_same_words(quantized.dequantize(), scales.float().repeat_interleave(group, 1)[:, :130] * codes.float())
+    assert not torch.equal(scales, grouped_absmax(weight, name)[1])
+
+
+@pytest.mark.parametrize("name", (*GROUPED, *ROW_FLOAT, "bf16"))
+def test_strided_views_are_quantized_as_their_copies(name: str) -> None:
+    """Every second column, a transpose and an expanded row, each beside values that must not be read."""
+    generator = torch.Generator().manual_seed(7)
+    wide = torch.full((192, 192), torch.nan)
+    wide[:, ::2] = torch.randn(192, 96, generator=generator)
+    square = torch.randn(192, 70, generator=generator)
+    methods = (None, "grouped_search") if name in GROUPED else (None,)
+    for view in (wide[:, ::2], square.T, square[3:4].expand(40, 70)):
+        assert not view.is_contiguous()
+        for method in methods:
+            found, expected = quantize(view, name, method), quantize(view.contiguous(), name, method)
+            assert encode(found) == encode(expected)
 
 
 def test_quantize_refuses_methods_that_do_not_fit() -> None:
     weight = torch.ones(2, 64)
     with pytest.raises(ConversionError, match="unknown method 'nearest'; known: cast_direct, grouped_absmax"):
         quantize(weight, "q4_g64_fp16", method="nearest")
-    for method in ("cast_direct", "import_encoded"):
+    with pytest.raises(ConversionError, match="import_encoded takes encoded rows, and quantize has numbers"):
+        quantize(weight, "q4_g64_fp16", method="import_encoded")
+    for method in ("cast_direct", "fp8_row_maxabs"):
         with pytest.raises(ConversionError, match=f"{method} does not write q4_g64_fp16"):
             quantize(weight, "q4_g64_fp16", method=method)
+    with pytest.raises(ConversionError, match="grouped_absmax does not write bf16"):
+        quantize(weight, "bf16", method="grouped_absmax")
     with pytest.raises(FormatError, match="Q4_G64_FP16"):
         quantize(weight, "Q4_G64_FP16")
-    with pytest.raises(ConversionError, match="q2_g64_fp16"):
-        grouped_absmax(weight, "q2_g64_fp16")
-    with pytest.raises(ConversionError, match="t2_g128_fp16"):
-        grouped_absmax(weight, "t2_g128_fp16")
+    for function in (grouped_absmax, grouped_search):
+        for name in ("q2_g64_fp16", "t2_g128_fp16"):
+            with pytest.raises(ConversionError, match=f"{function.__name__} does not write {name}"):
+                function(weight, name)
+    with pytest.raises(ConversionError, match="fp8_row_maxabs does not write q8_g32_fp16"):
+        fp8_row_maxabs(weight, "q8_g32_fp16")
+
+
+def test_parameters_that_a_method_does_not_take_are_errors() -> None:
+    weight = torch.ones(2, 64)
+    with pytest.raises(ConversionError, match="grouped_absmax has no parameter 'negative_scales'; .*: none"):
+        quantize(weight, "q4_g64_fp16", negative_scales=True)
+    with pytest.raises(ConversionError, match="grouped_search has no parameter 'imatrix'; .*: importance, negative"):
+        quantize(weight, "q4_g64_fp16", "grouped_search", imatrix="x")
+    with pytest.raises(ConversionError, match="fp8_row_maxabs has no parameter 'importance'"):
+        quantize(weight, "fp8_e4m3fn_row_bf16", importance=torch.ones(64))
+
+
+# --- methods of the caller's own -------------------------------------------------------------------------------------
+
+
+def halves(rows: torch.Tensor, format: str, step: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = (rows / step).round().to(torch.int8)
+    return codes, torch.full((rows.shape[0], -(-rows.shape[1] // 64)), step, dtype=torch.float16)
+
+
+def test_a_function_is_a_method_for_any_format() -> None:
+    weight = torch.tensor([[0.5, -1.0, 1.5] + [0.0] * 61])
+    assert torch.equal(quantize(weight, "q4_g64_fp16", halves).dequantize(), weight)
+    assert torch.equal(quantize(weight, "q4_g64_fp16", halves, step=0.25).dequantize(), weight)
+    assert torch.equal(
+        quantize(weight, "q2_g64_fp16", lambda rows, _: halves(rows.clamp(-0.5, 1), _)).dequantize()[0, :3],
+        torch.tensor([0.5, -0.5, 1.0]),
+    )
+    doubled = quantize(weight, "fp32", lambda rows, name: rows * 2)
+    assert torch.equal(doubled, weight * 2)
+    blocks = torch.arange(36, dtype=torch.uint8).view(1, 36)
+    assert torch.equal(quantize(weight, "gguf_q4_0", lambda rows, name: blocks).planes["blocks"], blocks)
+
+
+def test_what_a_function_returns_is_checked() -> None:
+    weight = torch.zeros(1, 64)
+    codes, scales = torch.ones(1, 64, dtype=torch.int8), torch.zeros(1, 1, dtype=torch.float16)
+    with pytest.raises(FormatError, match="row 0, group 0, column 0: q4_g64_fp16 code word 0x01 under a zero scale"):
+        quantize(weight, "q4_g64_fp16", lambda rows, name: (codes, scales))
+    with pytest.raises(FormatError, match="no word for code 9"):
+        quantize(weight, "q4_g64_fp16", lambda rows, name: (codes * 9, scales + 1))
+    with pytest.raises(ConversionError, match=r"made planes .* for fp32 \[1, 64\]"):
+        quantize(weight, "fp32", lambda rows, name: rows[:, :3])
 
 
 def test_quantize_keeps_the_compute_dtype() -> None:
@@ -316,119 +142,3 @@ def test_every_method_writes_registered_formats() -> None:
     for name, method in METHODS.items():
         assert method.name == name and method.targets and method.takes in ("values", "encoded")
         assert all(target in FORMATS for target in method.targets)
-
-
-# --- import_encoded --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", METHODS["import_encoded"].targets)
-def test_import_moves_blocks_whole(name: str) -> None:
-    record = get_format(name)
-    blocks = torch.randint(
-        0, 256, (3, 2 * record.block_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
-    )
-    imported = import_encoded(blocks, name)
-    assert imported.shape == (3, 2 * record.block_values) and imported.format == name
-    assert encode(imported) == blocks.numpy().tobytes()
-
-
-def test_import_refuses_other_things() -> None:
-    blocks = torch.zeros(3, 144, dtype=torch.uint8)
-    with pytest.raises(ConversionError, match="144-byte blocks"):
-        import_encoded(blocks[:, :100], "gguf_q4_k")
-    with pytest.raises(ConversionError, match="144-byte blocks"):
-        import_encoded(blocks.to(torch.int8), "gguf_q4_k")
-    with pytest.raises(ConversionError, match="144-byte blocks"):
-        import_encoded(blocks[0], "gguf_q4_k")
-    with pytest.raises(ConversionError, match="import_encoded does not write q4_g64_fp16"):
-        import_encoded(blocks, "q4_g64_fp16")
-
-
-# --- cast_direct -----------------------------------------------------------------------------------------------------
-
-
-def bfloat16_words(values: np.ndarray) -> np.ndarray:
-    """Round binary64 to bfloat16 words by comparing with the two neighbours, exactly. Finite values only."""
-    result = []
-    for value in values.tolist():
-        exact, sign = Fraction(abs(value)), 0x8000 if math.copysign(1, value) < 0 else 0
-        rounded = nearest(exact, 7, -126)
-        if rounded >= Fraction(2) ** 128:
-            result.append(sign | 0x7F80)
-            continue
-        result.append(sign | int(np.float32(float(rounded)).view(np.uint32)) >> 16)
-    return np.array(result, dtype=np.uint16)
-
-
-FINITE64 = st.floats(allow_nan=False, allow_infinity=False)
-NEAR_TIES = st.builds(
-    lambda word, nudge: float(np.uint32(word << 16 | 0x8000).view(np.float32)) * (1 + nudge * 2.0**-45),
-    st.integers(0x0080, 0x7F7E),
-    st.integers(-3, 3),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(FINITE64 | NEAR_TIES, min_size=1, max_size=20))
-def test_bf16_from_float64_rounds_once(values: list[float]) -> None:
-    source = torch.tensor(values, dtype=torch.float64)
-    assert cast_direct(source, "bf16").view(torch.uint16).numpy().tolist() == bfloat16_words(source.numpy()).tolist()
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
-def test_bf16_from_float32_rounds_to_even(values: list[float]) -> None:
-    source = torch.tensor(values, dtype=torch.float32)
-    found = cast_direct(source, "bf16").view(torch.uint16).numpy().tolist()
-    assert found == bfloat16_words(source.double().numpy()).tolist()
-
-
-def test_own_words_pass_unchanged() -> None:
-    bf16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    assert_same_words(cast_direct(bf16, "bf16"), bf16)
-    fp32 = torch.tensor([0x7FA00001, -0x00400001, -(2**31), 1, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)
-    assert_same_words(cast_direct(fp32, "fp32"), fp32)
-    int32 = torch.tensor([-(2**31), 2**31 - 1, 0], dtype=torch.int32)
-    assert_same_words(cast_direct(int32, "int32"), int32)
-
-
-def test_fp32_from_narrow_floats_is_exact() -> None:
-    bf16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    widened = cast_direct(bf16, "fp32").view(torch.int32)
-    assert torch.equal(widened, torch.arange(65536, dtype=torch.int64).mul(65536).to(torch.int32))
-    fp16 = np.arange(65536, dtype=np.uint16).view(np.float16)
-    finite = np.isfinite(fp16)
-    found = cast_direct(torch.from_numpy(fp16[finite]), "fp32")
-    assert np.array_equal(found.numpy(), fp16[finite].astype(np.float32))
-
-
-def test_special_values_cross_types() -> None:
-    source = torch.tensor([math.inf, -math.inf, -0.0, 1e300, -1e-300], dtype=torch.float64)
-    assert cast_direct(source, "bf16").view(torch.uint16).tolist() == [0x7F80, 0xFF80, 0x8000, 0x7F80, 0x8000]
-    assert cast_direct(torch.tensor([math.nan], dtype=torch.float64), "bf16").isnan().item()
-
-
-def test_int32_truncates_and_bounds() -> None:
-    source = torch.tensor([2.9, -2.9, 2147483647.5, -2147483648.9], dtype=torch.float64)
-    assert cast_direct(source, "int32").tolist() == [2, -2, 2147483647, -2147483648]
-    assert cast_direct(torch.tensor([True, False]), "int32").tolist() == [1, 0]
-    for bad in (2.0**31, -(2.0**31) - 1, math.nan, math.inf):
-        with pytest.raises(ConversionError, match=r"int32 cannot hold .* at \[1\]"):
-            cast_direct(torch.tensor([0.0, bad], dtype=torch.float64), "int32")
-    with pytest.raises(ConversionError, match="int32 cannot hold 2147483648"):
-        cast_direct(torch.tensor(2**31), "int32")
-
-
-def test_integers_become_floats_in_one_rounding() -> None:
-    source = torch.tensor([2**24 + 1, 257, 2**40 + 2**32 + 1])
-    assert cast_direct(source, "fp32").tolist() == [2.0**24, 257.0, float(2**40 + 2**32)]
-    assert cast_direct(source, "bf16").tolist() == [2.0**24, 256.0, float(2**40 + 2**33)]
-    with pytest.raises(ConversionError, match="no single rounding"):
-        cast_direct(torch.tensor([2**53 + 1]), "bf16")
-
-
-def test_cast_direct_refuses_quantized_targets() -> None:
-    with pytest.raises(ConversionError, match="cast_direct writes bf16, fp32, int32, not q4_g64_fp16"):
-        cast_direct(torch.ones(2, 64), "q4_g64_fp16")
-    with pytest.raises(ConversionError, match="complex64"):
-        cast_direct(torch.ones(2, dtype=torch.complex64), "fp32")
