@@ -23,6 +23,7 @@ from ninfer_torch.errors import (
     UnsupportedOperation,
 )
 from ninfer_torch.formats import FORMATS, get_format
+from ninfer_torch.kernels.precision import activation_precision, set_activation_precision
 from ninfer_torch.layouts import LAYOUTS, get_layout
 from ninfer_torch.tensors import NinferTensor, decode, encode
 from ninfer_torch.versions import __version__, show_versions
@@ -40,6 +41,7 @@ __all__ = [
     "NinferTensor",
     "UnsupportedOperation",
     "__version__",
+    "activation_precision",
     "cast_direct",
     "decode",
     "encode",
@@ -49,6 +51,7 @@ __all__ = [
     "open_artifact",
     "quantize",
     "save",
+    "set_activation_precision",
     "show_versions",
 ]
 

@@ -8,9 +8,15 @@ from pathlib import Path
 
 # Read by huggingface_hub at its first import; inherited by the processes that tests start.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read by torch. Its cache on disk knows a graph by the calls before tensor subclasses replace them, so that after a change
+# of a subclass it would bring back the code compiled before.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # one worker per core already
 
 from golden import REQUIRE_DATA
 from ninfer_torch.cli import fetch

@@ -11,7 +11,7 @@ from ninfer_torch.formats import FORMATS, get_format
 from ninfer_torch.kernels.packing import PACKERS, UNPACKERS
 from ninfer_torch.kernels.reference import DECODERS
 from ninfer_torch.layouts import LAYOUTS, layout_of
-from ninfer_torch.tensors.base import FAMILIES, NinferTensor
+from ninfer_torch.tensors.packed import FAMILIES, PackedTensor
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -24,7 +24,7 @@ def test_every_format_has_its_pieces(name: str) -> None:
     if record.quantized:
         assert callable(DECODERS[name])
         family = FAMILIES[record.family]
-        assert issubclass(family, NinferTensor) and family.cut_columns is not NinferTensor.cut_columns
+        assert issubclass(family, PackedTensor) and family.cut_columns is not PackedTensor.cut_columns
     if record.quantized and record.family != "gguf":  # blocks are words and planes at once
         assert layout.name in PACKERS and layout.name in UNPACKERS
 

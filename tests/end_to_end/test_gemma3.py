@@ -9,6 +9,7 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ninfer_torch
 from ninfer_torch.artifact import open_artifact
 from ninfer_torch.convert.pipeline import convert
 from ninfer_torch.convert.report import Report
@@ -39,7 +40,7 @@ def test_greedy_text_equals_that_of_transformers_own_load(gemma3_gguf: Path, con
     assert model.lm_head.weight.policy == "AllowA8"
     prompt = tokenizer("The three primary colours are", return_tensors="pt")
     source = AutoModelForCausalLM.from_pretrained(gemma3_gguf.parent, gguf_file=gemma3_gguf.name, dtype=torch.float32)
-    with torch.inference_mode():
+    with torch.inference_mode(), ninfer_torch.activation_precision("a16"):
         found = model.generate(**prompt, max_new_tokens=16, do_sample=False)
         expected = source.generate(**prompt, max_new_tokens=16, do_sample=False)
     assert torch.equal(found, expected) and found.shape[1] > prompt["input_ids"].shape[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-import ninfer_torch  # noqa: F401
+import ninfer_torch
 from golden import golden, load_tensors
 from ninfer_torch.convert.pipeline import convert
 from ninfer_torch.formats import FORMATS
@@ -25,7 +25,7 @@ def test_logits_equal_those_of_the_dequantized_weights(tmp_path: Path) -> None:
     )
     stored = {weight.format for weight in model.parameters() if isinstance(weight, NinferTensor)}
     assert stored == gguf_formats
-    with torch.inference_mode():
+    with torch.inference_mode(), ninfer_torch.activation_precision("a16"):
         logits = model(expected["input_ids"]).logits
     spread = expected["logits_float32"].std()
     assert (logits - expected["logits_float32"]).abs().max() < 1e-4 * spread
