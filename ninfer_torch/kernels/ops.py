@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ninfer_torch.errors import UnsupportedOperation
-from ninfer_torch.kernels import fallback
+from ninfer_torch.kernels import cpu, fallback
+from ninfer_torch.kernels.triton import cuda_operator
 
 __all__ = ["POLICIES"]
 
@@ -36,6 +37,8 @@ _library = torch.library.Library("ninfer", "DEF")
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, getattr(fallback, _name), "CompositeExplicitAutograd")
+    _library.impl(_name, cpu.IMPLEMENTATIONS[_name], "CPU")
+    _library.impl(_name, cuda_operator(_name), "CUDA")
 
 Planes = Sequence[torch.Tensor]
 
