@@ -18,17 +18,21 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ninfer_torch  # noqa: F401
-from ninfer_torch.cli.demo import compare_with_source
+from ninfer_torch.cli.demo import TEXT, source_logits
 from ninfer_torch.cli.fetch import smollm2_gguf
 from ninfer_torch.convert.pipeline import convert
-from ninfer_torch.convert.presets import PRESETS
+from ninfer_torch.convert.quality import compare_logits
+
+MEASURED = ("q4", "q5", "q6", "q8", "fp8", "gguf")
 
 
 def measure(preset: str, folder: Path) -> dict[str, Any]:
     path = folder / f"{preset}.ninfer"
     report = convert(smollm2_gguf(), path, preset)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    agreement = compare_with_source(model, AutoTokenizer.from_pretrained(path), smollm2_gguf())
+    ids = AutoTokenizer.from_pretrained(path)(TEXT, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        agreement = compare_logits(source_logits(smollm2_gguf(), ids), model(ids).logits)
     bits = report.bits_per_weight
     return {"preset": preset, "file_bytes": path.stat().st_size, "bits_per_weight": bits, **asdict(agreement)}
 
@@ -51,7 +55,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the records as JSON to FILE, or - for standard output")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        records = [measure(preset, Path(scratch)) for preset in PRESETS]
+        records = [measure(preset, Path(scratch)) for preset in MEASURED]
     if arguments.json == "-":
         print(json.dumps(records, indent=1))
     else:

@@ -57,18 +57,19 @@ def _demonstrate(gguf: Path, output: Path, arguments: argparse.Namespace) -> Non
     loaded = time.perf_counter() - begin
     print(f"\n> {arguments.prompt}\n")
     reply = answer(model, tokenizer, arguments.prompt, arguments.max_new_tokens)
-    agreement = compare_with_source(model, tokenizer, gguf)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        agreement = compare_logits(source_logits(gguf, ids), model(ids).logits)
     print(_figures(gguf, output, model, converted, loaded, reply, agreement))
 
 
-def compare_with_source(model: Any, tokenizer: Any, gguf: Path) -> Agreement:
-    """Next-token agreement on TEXT with the GGUF's own weights, dequantized by Transformers."""
+def source_logits(gguf: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the GGUF's own weights, dequantized to float32 by Transformers, for token ids [1, T]."""
     from transformers import AutoModelForCausalLM
 
-    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     with torch.inference_mode():
-        return compare_logits(source(ids).logits, model(ids).logits)
+        return source(ids).logits
 
 
 def _figures(

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ninfer_torch
 from ninfer_torch.artifact import open_artifact
-from ninfer_torch.cli.demo import TEXT, compare_with_source
+from ninfer_torch.cli.demo import TEXT, source_logits
 from ninfer_torch.convert.pipeline import convert
+from ninfer_torch.convert.quality import compare_logits
 from ninfer_torch.tensors import NinferTensor
 
 Converted = Callable[[str], Path]
@@ -64,15 +65,17 @@ def test_greedy_text_equals_that_of_the_dequantized_weights(converted: Converted
 
 
 def test_more_bits_come_closer_to_the_source(converted: Converted, smollm2_gguf: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(converted("q8"))
+    ids = AutoTokenizer.from_pretrained(converted("q8"))(TEXT, return_tensors="pt")["input_ids"]
+    expected = source_logits(smollm2_gguf, ids)
     agreements = []
     for preset in ("q4", "q5", "q6", "q8"):
         model = AutoModelForCausalLM.from_pretrained(converted(preset), dtype=torch.float32)
-        agreements.append(compare_with_source(model, tokenizer, smollm2_gguf))
+        with torch.inference_mode():
+            agreements.append(compare_logits(expected, model(ids).logits))
     divergences = [agreement.divergence for agreement in agreements]
     assert divergences == sorted(divergences, reverse=True) and divergences[-1] > 0
     assert divergences[0] > 4 * divergences[-1]
-    assert agreements[-1].top1 > 0.9 and agreements[-1].positions == len(tokenizer(TEXT)["input_ids"])
+    assert agreements[-1].top1 > 0.9 and agreements[-1].positions == ids.numel()
 
 
 def test_block_types_outside_the_registry_are_reported(
