@@ -63,6 +63,13 @@ RULES: tuple[Rule, ...] = (
         "linear", Launch("tiled", 16, 64, 16, warps=4, max_splits=8, paired=True), max_rows=15, dtypes=(torch.bfloat16,)
     ),
     Rule("linear", Launch("small_m", 2, 32, 32, warps=4, max_splits=8), max_rows=2),
+    Rule(
+        "linear",
+        Launch("small_m", 4, 16, 32, warps=4, max_splits=8),
+        max_rows=15,
+        dtypes=(torch.float32,),
+        families=("gguf_plain",),
+    ),
     Rule("linear", Launch("small_m", 4, 32, 32, warps=4, max_splits=8), max_rows=15),
     # Many rows: criterion A16T; float32 is exact at any size.
     Rule("linear", Launch("tiled", 16, 32, 16, warps=4, max_splits=4, permuted=True), dtypes=(torch.float32,)),
