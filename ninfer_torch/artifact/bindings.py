@@ -13,6 +13,7 @@ from torch import Tensor
 from ninfer_torch.artifact.records import Binding, Object, Part, TensorObject
 from ninfer_torch.errors import ArtifactError, UnsupportedOperation
 from ninfer_torch.tensors import NinferTensor
+from ninfer_torch.tensors.stacked import stack_rows
 
 __all__ = ["TensorStore", "bound_tensor", "dequantized_binding"]
 
@@ -79,8 +80,9 @@ def bound_tensor(store: TensorStore, name: str, binding: Binding, shape: Sequenc
 
     A whole object has its own shape; whole rows of one K give [rows, K]; other ranges of direct objects come flat.
     `shape` reshapes and must hold as many elements (of a whole object: must be its shape). One range of one object is a
-    view; several ranges of direct objects of one dtype are joined by a copy. Raises UnsupportedOperation for anything
-    else, and ArtifactError of kind `range` for another shape. `name` opens the messages.
+    view; several ranges of direct objects of one dtype are joined by a copy; whole rows of several objects, some of them
+    quantized, are stacked without one. Raises UnsupportedOperation for anything else, and ArtifactError of kind `range`
+    for another shape. `name` opens the messages.
     """
     runs = _runs(store, binding)
     tensors = [store.tensor(run.record.id) for run in runs]
@@ -95,18 +97,17 @@ def bound_tensor(store: TensorStore, name: str, binding: Binding, shape: Sequenc
 
 def _quantized_rows(name: str, runs: list[_Run], tensors: list[Tensor]) -> Tensor:
     found = "; ".join(map(str, runs))
+    rows = [run.rows for run in runs]
+    joinable = len({run.columns for run in runs}) == 1 and not any(run.record.format == "int32" for run in runs)
+    if not joinable or not all(rows):
+        raise UnsupportedOperation(
+            f"{name} is no row of whole rows of one length, and some of it is quantized: {found}. Only such rows stay "
+            f"packed; dequantize_parameter gives its values, tensor(object_id).dequantize() those of one object"
+        )
     if len(runs) > 1:
-        raise UnsupportedOperation(
-            f"{name} joins {len(runs)} ranges and some are quantized: {found}. No single packed tensor holds them; "
-            f"dequantize_parameter gives their values, tensor(object_id).dequantize() those of one object"
-        )
-    rows = runs[0].rows
-    if rows is None:
-        raise UnsupportedOperation(
-            f"{name} is a range inside rows of a quantized object: {found}. Only whole rows stay packed; "
-            f"dequantize_parameter gives its values, tensor(object_id).dequantize() those of the object"
-        )
-    return tensors[0] if runs[0].whole else tensors[0][rows[0] : rows[1]]
+        return stack_rows(list(zip(tensors, rows, strict=True)))
+    begin, end = cast(tuple[int, int], rows[0])
+    return tensors[0] if runs[0].whole else tensors[0][begin:end]
 
 
 def _joined(name: str, runs: list[_Run], flat: list[Tensor]) -> Tensor:

@@ -170,11 +170,11 @@ class Artifact:
         """A logical parameter, packed as it is stored.
 
         Whole rows of one K give [rows, K]; direct formats may come flat, or take `shape`. One range of one object is a
-        view, several direct ranges are joined by a copy. A quantized result carries the activation policy of the use
+        view, several direct ranges are joined by a copy, rows of several quantized objects are a stack of views. A quantized result carries the activation policy of the use
         (`name`, `input`), without `input` that of the only use, and A16Only when there is no such policy.
 
         Raises ArtifactError for an unknown name or use (kind `reference`) or an impossible shape (kind `range`), and
-        UnsupportedOperation where no packed tensor exists: several quantized ranges, or a range inside quantized rows.
+        UnsupportedOperation where no packed tensor exists: a range inside quantized rows, or rows of several lengths.
         """
         tensor = bound_tensor(self, self._named(name), self._binding(name), shape)
         policy = self._policy(name, input)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from artifact import published_legacy as old
 from artifact import tiny_legacy
@@ -18,6 +20,7 @@ from ninfer_torch.artifact import Artifact, Directory, Part, TensorObject, open_
 from ninfer_torch.artifact import legacy as legacy_reader
 from ninfer_torch.artifact.legacy_models import PublishedModel
 from ninfer_torch.artifact.schema import dump_directory, parse_directory
+from ninfer_torch.artifact.upgrade import upgrade
 from ninfer_torch.errors import ArtifactError
 from ninfer_torch.tensors import NinferTensor
 
@@ -367,6 +370,24 @@ def test_a_model_means_the_same_in_version_2(name: str, tmp_path: Path, monkeypa
         assert found.resources.keys() == record.resources.keys()
         for role, object_id in record.resources.items():
             assert artifact.resource(found.resources[role]) == source.resource(object_id)
+
+
+def test_version_2_and_its_upgrade_load_as_version_3_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_artifact(golden("ninfer", "models", "qwen3_5_dense", "groupwise.ninfer"))
+    configs = {component: record.config for component, record in source.components.items()}
+    monkeypatch.setattr(legacy_reader, "PUBLISHED", {("golden", "groupwise"): PublishedModel(configs, proposal_rows=1)})
+    monkeypatch.setenv("NINFER_TORCH_CACHE", str(tmp_path / "cache"))
+    write_as_version_2(source, tmp_path / "old.ninfer")
+    upgrade(tmp_path / "old.ninfer", tmp_path / "new.ninfer")
+    ids = torch.arange(3, 14).unsqueeze(0)
+    logits = []
+    for path in (source.path, tmp_path / "old.ninfer", tmp_path / "new.ninfer"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        assert isinstance(model.lm_head.weight, NinferTensor)
+        with torch.inference_mode():
+            logits.append(model(ids).logits)
+        assert AutoTokenizer.from_pretrained(path)("a b")["input_ids"]
+    assert torch.equal(logits[1], logits[0]) and torch.equal(logits[2], logits[0])
 
 
 def test_sizes_of_the_published_objects_are_those_of_the_layouts() -> None:

@@ -312,10 +312,17 @@ def test_neighbouring_parts_are_one_view(tmp_path: Path) -> None:
     assert row.shape == (1, 3) and row.data_ptr() == artifact.tensor("w.bf").data_ptr()
 
 
+def test_rows_in_another_order_are_a_stack_of_views(tmp_path: Path) -> None:
+    artifact = with_bindings(tmp_path / "a.ninfer", odd=parts(("w.q8", 256, 512), ("w.q8", 0, 128)))
+    found = artifact.parameter("odd")
+    assert isinstance(found, NinferTensor) and found.shape == (3, 128)
+    assert np.array_equal(found.dequantize().numpy(), tiny.Q8_VALUES[[2, 3, 0]])
+    assert torch.equal(artifact.dequantize_parameter("odd"), found.dequantize())
+
+
 @pytest.mark.parametrize(
     "binding",
     [
-        parts(("w.q8", 128, 256), ("w.q8", 0, 128)),
         parts(("w.q8", 0, 128), ("w.bf", 0, 6)),
         parts(("w.q8", 1, 129)),
         parts(("w.bf", 0, 6), ("w.s", 0, 1)),
