@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ninfer_torch.artifact import Artifact, ResourceObject, TensorObject, open_artifact
+from ninfer_torch.artifact import Artifact, Part, ResourceObject, TensorObject, open_artifact
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +29,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def describe(artifact: Artifact) -> dict[str, Any]:
     """The directory of an artifact in numbers and names: identity, components, formats by bytes, objects, policies."""
-    bound: dict[str, list[str]] = {}
-    for parameter, binding in artifact.bindings.items():
-        for object_id in binding.objects:
-            bound.setdefault(object_id, []).append(parameter)
+    bound = _bound(artifact)
+    policies: dict[str, dict[str, str]] = {}
+    for use in artifact.uses:
+        policies.setdefault(use.parameter, {})[use.input] = use.activation_policy or "none"
     tensors = [record for record in artifact.objects.values() if isinstance(record, TensorObject)]
     resources = [record for record in artifact.objects.values() if isinstance(record, ResourceObject)]
     return {
@@ -64,11 +65,42 @@ def describe(artifact: Artifact) -> dict[str, Any]:
                 "layout": record.layout,
                 "shape": list(record.shape),
                 "bytes": record.bytes,
-                "parameters": bound.get(record.id, []),
+                "parameters": list(dict.fromkeys(piece.name for piece in bound.get(record.id, []))),
+                "pieces": [
+                    {"name": piece.name, "begin": piece.begin, "end": piece.end, "uses": policies.get(piece.name, {})}
+                    for piece in bound.get(record.id, [])
+                ],
             }
             for record in tensors
         ],
     }
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [begin, end) of an object, in C order, and what they are: a parameter, or an auxiliary of a use."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def _bound(artifact: Artifact) -> dict[str, list[_Piece]]:
+    """Object id -> everything that is bound to it."""
+    named = list(artifact.bindings.items())
+    for use in artifact.uses:
+        named += [(f"{use.parameter} @ {use.input}: {role}", binding) for role, binding in use.auxiliaries.items()]
+    bound: dict[str, list[_Piece]] = {}
+    for name, binding in named:
+        whole = () if binding.object is None else (Part(binding.object, 0, _elements(artifact, binding.object)),)
+        for part in whole or binding.parts:
+            bound.setdefault(part.object, []).append(_Piece(name, part.begin, part.end))
+    return bound
+
+
+def _elements(artifact: Artifact, object_id: str) -> int:
+    record = artifact.objects[object_id]
+    return record.elements if isinstance(record, TensorObject) else record.bytes
 
 
 def _formats(tensors: list[TensorObject]) -> dict[str, dict[str, float]]:
@@ -118,5 +150,13 @@ def _totals(described: dict[str, Any]) -> str:
 
 
 def _object_line(row: dict[str, Any]) -> str:
-    bound = ", ".join(row["parameters"]) or "nothing"
-    return f"{row['id']}  {row['format']}  {row['shape']}  {row['bytes']:,} bytes  <- {bound}"
+    columns = row["shape"][-1] if len(row["shape"]) > 1 else 1
+    lines = [
+        f"{row['id']}  {row['format']}  {row['shape']}  {row['bytes']:,} bytes"
+        + ("" if row["pieces"] else "  <- nothing")
+    ]
+    for piece in row["pieces"]:
+        rows = f"[{piece['begin'] // columns}:{piece['end'] // columns}]"
+        uses = ", ".join(f"{policy} with {name}" for name, policy in piece["uses"].items())
+        lines.append(f"    {rows} {piece['name']}" + (f"  ({uses})" if uses else ""))
+    return "\n".join(lines)

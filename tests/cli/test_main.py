@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import official_models
 from ninfer_torch.cli import main
 from tiny_models import save_folder, tiny_llama
 
@@ -58,6 +60,25 @@ def test_inspect_reads_the_directory(artifact: Path, capsys: pytest.CaptureFixtu
     assert main(["inspect", str(artifact), "--objects"]) == 0
     text = capsys.readouterr().out
     assert all(row["id"] in text for row in described["objects"]) and described["artifact_id"] in text
+
+
+def test_inspect_shows_what_shares_a_parent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configs, recipe = official_models.RECIPES["rotated"]
+    written = official_models.write_model(tmp_path / "rotated.ninfer", configs, recipe)
+    assert main(["inspect", str(written.path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["objects"]
+    for row in rows:
+        ends = [0, *(piece["end"] for piece in row["pieces"])]
+        if not row["id"].startswith("auxiliary/"):
+            assert [piece["begin"] for piece in row["pieces"]] == ends[:-1] and ends[-1] == math.prod(row["shape"])
+    shared = next(row for row in rows if len(row["pieces"]) > 1 and not row["id"].startswith("auxiliary/"))
+    assert [piece["name"] for piece in shared["pieces"]] == shared["parameters"]
+    assert all(set(piece["uses"].values()) <= {recipe.policy} and piece["uses"] for piece in shared["pieces"])
+    signs = next(row for row in rows if row["id"] == "auxiliary/000000")
+    assert all(piece["name"].endswith(": hadamard_signs") for piece in signs["pieces"])
+    assert main(["inspect", str(written.path), "--objects"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"] {name}  (" in text for name in shared["parameters"])
 
 
 def test_generate_answers(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
