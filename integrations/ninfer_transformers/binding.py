@@ -16,6 +16,7 @@ from ninfer_torch.formats import get_format
 from ninfer_torch.models.architectures import architecture_of
 from ninfer_torch.models.assembly import Assembly, build_parameter, plan_parameter
 from ninfer_torch.models.base import ModelParameter
+from ninfer_torch.models.generic import expert_banks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,6 +146,8 @@ def _check_layer(model: PreTrainedModel, artifact: Artifact, name: str, assembly
     module = model.get_submodule(module_name)
     if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and leaf == "weight":
         return
+    if len(assembly.shape) == 3 and name in expert_banks(model):
+        return
     object_id = next(
         part.object
         for parts in assembly.ranges
@@ -153,7 +156,7 @@ def _check_layer(model: PreTrainedModel, artifact: Artifact, name: str, assembly
     )
     raise UnsupportedOperation(
         f"{artifact.path}: parameter {name!r} of a {type(module).__name__} is bound to object {object_id!r} of format "
-        f"{artifact.objects[object_id].format}; only the weights of nn.Linear and nn.Embedding stay "  # type: ignore[union-attr]
-        "quantized. Convert this parameter to bf16 or fp32, or read its values with "
+        f"{artifact.objects[object_id].format}; only the weights of nn.Linear and nn.Embedding, and "  # type: ignore[union-attr]
+        "banks of experts stored [E, N, K], stay quantized. Convert this parameter to bf16 or fp32, or read its values with "
         f"open_artifact(path).dequantize_parameter({assembly.parameter.sources[0].name!r})"
     )

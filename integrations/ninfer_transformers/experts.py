@@ -18,7 +18,7 @@ from ninfer_torch.tensors.functions import check_dtype
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["IMPLEMENTATION", "packed_experts_forward", "use_packed_experts"]
+__all__ = ["IMPLEMENTATION", "leave_packed_experts", "packed_experts_forward", "use_packed_experts"]
 
 IMPLEMENTATION = "ninfer"
 _DEFAULT = "grouped_mm"
@@ -30,21 +30,23 @@ def packed_experts_forward(
 ) -> torch.Tensor:
     """The routed experts of tokens [T, H]: their sum, weighted by `top_k_weights` [T, k] of experts `top_k_index` [T, k].
 
-    Experts that are not quantized, or do not multiply gate and up and then down without biases, are left to
-    Transformers' grouped_mm.
+    Experts that are not quantized, have biases or lie [E, K, N] are left to Transformers' grouped_mm.
     """
-    normed = getattr(self, "has_post_expert_norm", False)  # older releases do not know such experts
-    other = self.is_transposed or self.has_bias or not self.has_gate or normed
-    if other or not isinstance(self.gate_up_proj, NinferTensor) or not isinstance(self.down_proj, NinferTensor):
+    first = self.gate_up_proj if self.has_gate else self.up_proj
+    packed = isinstance(first, NinferTensor) and isinstance(self.down_proj, NinferTensor)
+    if not packed or self.is_transposed or self.has_bias:
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     chosen = top_k_index.shape[-1]
     experts, order = torch.sort(top_k_index.reshape(-1))
     every = torch.arange(self.num_experts, device=experts.device, dtype=experts.dtype)
     offsets = torch.searchsorted(experts, every, right=True).to(torch.int32)
-    inner = self._apply_gate(_multiply(hidden_states[order // chosen], self.gate_up_proj, offsets))
-    products = _multiply(inner, self.down_proj, offsets) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    inner = _multiply(hidden_states[order // chosen], first, offsets)
+    products = _multiply(self._apply_gate(inner) if self.has_gate else self.act_fn(inner), self.down_proj, offsets)
+    if getattr(self, "has_post_expert_norm", False):  # older releases do not know such experts
+        products = self.post_expert_norm(products)
+    products = products * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     restored = torch.empty_like(products).index_copy(0, order, products)
-    return restored.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+    return restored.unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
 
 
 def _multiply(tokens: torch.Tensor, bank: NinferTensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -58,6 +60,13 @@ def use_packed_experts(model: PreTrainedModel, packed: Iterable[str]) -> None:
     if banks and _DEFAULT in model.get_experts_implementation().values():
         chosen = model.get_experts_implementation()
         model.set_experts_implementation({k: IMPLEMENTATION if v == _DEFAULT else v for k, v in chosen.items()})
+
+
+def leave_packed_experts(model: PreTrainedModel) -> None:
+    """Choose what Transformers chooses by itself again."""
+    chosen = model.get_experts_implementation()
+    if IMPLEMENTATION in chosen.values():
+        model.set_experts_implementation({k: _DEFAULT if v == IMPLEMENTATION else v for k, v in chosen.items()})
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, packed_experts_forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -106,14 +107,20 @@ def _add(writer: ArtifactWriter, object_id: str, weight: torch.Tensor, names: li
         raise UnsupportedOperation(
             f"save writes one object per parameter; {names[0]} is a {type(weight).__name__}, so {weight.way_to_store}"
         )
+    shape = tuple(weight.shape)
+    whole = not (isinstance(weight, PackedTensor) and len(shape) > 2)  # an object of a quantized format is a matrix
     if isinstance(weight, PackedTensor):
-        writer.tensor(object_id, weight.format, tuple(weight.shape), weight, divisors=_divisors(weight))
+        matrix = shape if whole else (math.prod(shape[:-1]), shape[-1])
+        writer.tensor(object_id, weight.format, matrix, weight, divisors=_divisors(weight))
     else:
         format = _direct_format(weight)
         writer.tensor(object_id, format, tuple(weight.shape), lambda: [encode(cast_direct(weight.detach(), format))])
     policy = weight.policy if isinstance(weight, NinferTensor) else "A16Only"
     for name in names:
-        writer.bind(logical_name(name), object_id)
+        if whole:
+            writer.bind(logical_name(name), object_id)
+        else:
+            writer.bind(logical_name(name), parts=[(object_id, 0, weight.numel())])
         if name in multiplied:
             writer.use(logical_name(name), use_input(name), activation_policy=policy)
 

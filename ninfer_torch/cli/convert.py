@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after preset and recipe, e.g. 'text/*/mlp.down_proj.weight=q6_g64_fp16:grouped_search'; repeatable",
     )
     parser.add_argument(
-        "--source", action="append", default=[], dest="sources", metavar="NAME=PATH", help="a source a recipe names"
+        "--source",
+        action="append",
+        default=[],
+        dest="sources",
+        metavar="NAME=PATH",
+        help="a source a recipe names; vision=PATH is the mmproj file of a GGUF file's model",
     )
     parser.add_argument("--plan", action="store_true", help="print what would be written, and write nothing")
     parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")

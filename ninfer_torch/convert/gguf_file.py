@@ -327,6 +327,35 @@ class GgufFile:
             return f"{found}, but the file ends at byte {self.size}; is the download complete?"
         return f"{found} and overlaps tensor {follower.name!r}, which begins at byte {follower.offset}"
 
+    def numbers(self, key: str) -> tuple[int | float, ...]:
+        """The elements of an array of numbers in the metadata. Raises ConversionError for any other value."""
+        value = self.metadata[key]
+        if not isinstance(value, GgufArray) or value.element_type not in _SCALARS:
+            raise ConversionError(f"{self.name}: metadata {key!r} is {value!r}, expected an array of numbers")
+        _, end = self._spans[key]
+        layout = _SCALARS[value.element_type]
+        begin = end - value.count * struct.calcsize(layout)
+        return tuple(number for (number,) in struct.iter_unpack(layout, self._map[begin:end]))
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        """The elements of an array of strings in the metadata; what is not UTF-8 in them is replaced.
+
+        Raises ConversionError for any other value.
+        """
+        value = self.metadata[key]
+        if not isinstance(value, GgufArray) or value.element_type != _STRING:
+            raise ConversionError(f"{self.name}: metadata {key!r} is {value!r}, expected an array of strings")
+        begin, _ = self._spans[key]
+        cursor = _Cursor(self._map, self.name)
+        cursor.offset = begin
+        cursor.skip(cursor.number("<Q", key) + 4 + 4 + 8, key)  # the key, two types and the count
+        found = []
+        for _ in range(value.count):
+            length = cursor.number("<Q", key)
+            at = cursor.skip(length, key)
+            found.append(self._map[at : at + length].decode("utf-8", "replace"))
+        return tuple(found)
+
     def metadata_bytes(self, key: str) -> bytes:
         """One metadata entry as it lies in the file: key, value type and value."""
         begin, end = self._spans[key]

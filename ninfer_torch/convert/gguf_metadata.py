@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from ninfer_torch.convert.gguf_file import DEFAULT_ALIGNMENT, GgufArray, GgufFile
-from ninfer_torch.convert.gguf_tables import Architecture
+from ninfer_torch.convert.gguf_qwen35_config import BUILT_HERE, qwen35_config
+from ninfer_torch.convert.gguf_rules import Architecture
 from ninfer_torch.errors import ConversionError
 from ninfer_torch.layouts import align_up
 
@@ -68,10 +69,12 @@ def _shown_to_transformers(file: GgufFile, keys: list[str], extra: Mapping[str, 
 def read_config(file: GgufFile, table: Architecture, factors: Factors) -> Any:
     """The Transformers config of a model, complete. `factors` are the rotary factors that the file holds.
 
-    Raises ConversionError for rotary settings that no Transformers config can state.
+    Raises ConversionError for settings that no Transformers config can state.
     """
     from transformers import AutoConfig
 
+    if table.name in BUILT_HERE:
+        return qwen35_config(file, table)
     prefix, vocab_size = f"{table.name}.", f"{table.name}.vocab_size"
     keys = [key for key in file.metadata if key.startswith(prefix) or key.endswith("_token_id")]
     keys = ["general.architecture", *(key for key in keys if key != vocab_size)]

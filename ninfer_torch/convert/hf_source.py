@@ -1,7 +1,7 @@
 """A Hugging Face folder of safetensors as a conversion source.
 
-Shards are mapped, never loaded: a row range is read when it is asked for. Names are the files' own; an encoded matrix
-(`encoded_sources`) goes by its parameter's name.
+Nothing is loaded: a row range is read when it is asked for. Names are those of the Transformers class in config.json,
+where that differs from the files' (`checkpoint_names`); an encoded matrix (`encoded_sources`) goes by its parameter's.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ninfer_torch.convert.checkpoint_names import translate_names
 from ninfer_torch.convert.encoded_sources import find_encoded
 from ninfer_torch.convert.safetensors_files import INDEX, StoredTensor, find_shards, open_shards
 from ninfer_torch.convert.source import SourceTensor, UnusedTensor
@@ -60,10 +62,15 @@ _READ_SCHEMES = ("compressed-tensors", "modelopt", "fp8")
 _SCALED_BLOCK = (128, 128)
 
 
-class HuggingFaceSource:
-    """The folder of a model: config.json and `model.safetensors`, or shards with an index.
+_CACHE_PREFIX, _SNAPSHOTS = "models--", "snapshots"
+"""How the Hub's cache calls the folder of a repository, and the folder of its revisions inside."""
 
-    Matrices in NVFP4 or FP8 (compressed-tensors, ModelOpt, Hugging Face `fp8`) are offered encoded, or decoded where no
+
+class HuggingFaceSource:
+    """The folder of a model: config.json and `model.safetensors`, or shards with an index; or a repository's folder in the
+    Hub's cache, whose main revision is then read.
+
+    Experts that are stored one by one are banks under Transformers' name, [E, N, K]. Matrices in NVFP4 or FP8 (compressed-tensors, ModelOpt, Hugging Face `fp8`) are offered encoded, or decoded where no
     format holds their words; `unused` names the stored tensors that no artifact needs. Raises ConversionError, naming
     file and tensor, for a missing shard, a tensor in two shards, an indexed tensor that its shard lacks, a broken file,
     and words of a number type or scheme that is not known.
@@ -75,6 +82,7 @@ class HuggingFaceSource:
         self._folder = Path(folder)
         if not self._folder.is_dir():
             raise ConversionError(f"{self._folder}: not a folder")
+        self._folder = _snapshot_of(self._folder)
         self._shards, indexed = find_shards(self._folder)
         found = open_shards(self._folder, self._shards)
         for name, shard in (indexed or {}).items():
@@ -87,7 +95,7 @@ class HuggingFaceSource:
         plain = {
             name: _describe(stored) for name, stored in listed.items() if name not in encoded.use and name not in aside
         }
-        self.tensors: Mapping[str, SourceTensor] = MappingProxyType({**plain, **encoded.tensors})
+        self._stored: Mapping[str, SourceTensor] = {**plain, **encoded.tensors}
         self.unused: Sequence[UnusedTensor] = (
             *(UnusedTensor(name, f"not listed in {INDEX}") for name in found if name not in listed),
             *encoded.unused,
@@ -95,7 +103,21 @@ class HuggingFaceSource:
 
     @property
     def name(self) -> str:
-        return self._folder.resolve().name
+        """The folder's own name; of a snapshot in the Hub's cache the repository's, without its owner."""
+        folder = self._folder.resolve()
+        if folder.parent.name == _SNAPSHOTS and folder.parent.parent.name.startswith(_CACHE_PREFIX):
+            return folder.parent.parent.name.rpartition("--")[2]
+        return folder.name
+
+    @cached_property
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """Every tensor by its parameter's name in the class that config.json states; by the file's name without a class.
+
+        Raises ConversionError for a config that Transformers cannot read, and as `translate_names`.
+        """
+        if not self._states_class():
+            return MappingProxyType(dict(self._stored))
+        return MappingProxyType(translate_names(self._stored, self.config(), self.name))
 
     def config(self) -> Any:
         """The config as Transformers' AutoConfig reads it, without the source's quantization.
@@ -116,15 +138,27 @@ class HuggingFaceSource:
             del config.quantization_config
         return config
 
-    def _read_quantization(self) -> Mapping[str, Any]:
-        """The `quantization_config` of config.json, empty where there is none."""
+    def _config_members(self) -> dict[str, Any]:
+        """What config.json holds, nothing where it is missing."""
         path = self._folder / _CONFIG
         if not path.is_file():
             return {}
         try:
-            stated = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
-        except (ValueError, AttributeError) as error:
+            members = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ConversionError(f"{path}: expected a JSON object ({error})") from error
+        if not isinstance(members, dict):
+            raise ConversionError(f"{path}: expected a JSON object, found {type(members).__name__}")
+        return members
+
+    def _states_class(self) -> bool:
+        members = self._config_members()
+        return bool(members.get("architectures")) and "model_type" in members
+
+    def _read_quantization(self) -> Mapping[str, Any]:
+        """The `quantization_config` of config.json, empty where there is none."""
+        path = self._folder / _CONFIG
+        stated = self._config_members().get("quantization_config")
         if stated is not None and not isinstance(stated, dict):
             raise ConversionError(f"{path}: quantization_config is {stated!r}, expected an object")
         return stated or {}
@@ -159,6 +193,21 @@ class HuggingFaceSource:
     def provenance(self) -> dict[str, Any]:
         files = [{"name": name, "bytes": (self._folder / name).stat().st_size} for name in self._shards]
         return {"kind": self.kind, "name": self.name, "files": files}
+
+
+def _snapshot_of(folder: Path) -> Path:
+    """The main revision in a repository's folder of the Hub's cache; any other folder is itself."""
+    snapshots, main = folder / _SNAPSHOTS, folder / "refs" / "main"
+    if not folder.resolve().name.startswith(_CACHE_PREFIX) or not snapshots.is_dir():
+        return folder
+    revisions = sorted(path.name for path in snapshots.iterdir() if path.is_dir())
+    revision = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
+    if revision not in revisions:
+        raise ConversionError(
+            f"{folder}: no snapshot of its main revision {revision or '(not stated)'}; found {', '.join(revisions) or 'none'}; "
+            "pass the path of one snapshot"
+        )
+    return snapshots / revision
 
 
 def _describe(stored: StoredTensor) -> SourceTensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
 
-from ninfer_torch.convert.source import RowReader, SourceTensor, WordReader
+from ninfer_torch.convert.source import InputFold, RowReader, SourceTensor, WordReader
 from ninfer_torch.formats import BlockFloatFormat, GgufFormat, get_format
 from ninfer_torch.layouts import block_scale_rows
 from ninfer_torch.tensors import NinferTensor, PackedTensor
+from ninfer_torch.tensors.transformed import TransformedInput
 
 __all__ = ["DIRECT_ENCODINGS", "packed_source"]
 
@@ -26,23 +27,35 @@ DIRECT_ENCODINGS = {
 }
 """Encoding of the numbers of a plain tensor. Eight-bit words are somebody's quantization, not numbers."""
 
+_FOLD_DTYPES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "input_columns": lambda vector: vector.to(torch.int32),
+    "hadamard_signs": lambda vector: vector.to(torch.bfloat16),
+}
+"""A transform's vector as an artifact stores it, by its role."""
+
 Load = Callable[[], NinferTensor]
 
 
 def packed_source(name: str, load: Load, origin: str = "", activation_divisor: float | None = None) -> SourceTensor:
     """A weight [N, K], or a bank of them, as `load` gives it each time that rows are read; words and values as they are.
 
-    A weight of one format offers its words under the format's name. One that is composed of several formats or lies
-    behind a transform only has values, those of the plain weight; so has an nvfp4 weight of more than one divisor.
+    A weight of one format offers its words under the format's name; so does one of one format behind a transform of its
+    inputs, which its `fold` states. One that is composed of several formats only has values, those of the plain weight. An
+    nvfp4 weight of more than one divisor has values, and as a bank its matrices as `members`.
     """
-    weight = load()
-    shape = tuple(weight.shape)
+    whole = load()
+    shape = tuple(whole.shape)
+    weight, fold = whole, None
+    if isinstance(whole, TransformedInput) and isinstance(whole.weight, PackedTensor):
+        weight, fold = whole.weight, InputFold(whole.role, _FOLD_DTYPES[whole.role](whole.vector.cpu()))
 
     def values(begin: int, end: int) -> torch.Tensor:
         return _rows(load(), begin, end).dequantize().detach().cpu()
 
     def words(begin: int, end: int) -> tuple[torch.Tensor, ...]:
-        return tuple(word.cpu() for word in _words(cast(PackedTensor, _rows(load(), begin, end))))
+        rows = _rows(load(), begin, end)
+        stored = rows.weight if isinstance(rows, TransformedInput) else rows
+        return tuple(word.cpu() for word in _words(cast(PackedTensor, stored)))
 
     def blocks(begin: int, end: int) -> torch.Tensor:
         return words(begin, end)[0]
@@ -51,13 +64,37 @@ def packed_source(name: str, load: Load, origin: str = "", activation_divisor: f
     if not isinstance(weight, PackedTensor):
         return SourceTensor(name, shape, f"composed {'+'.join(weight.formats)}", values, origin=origin)
     if len(divisors) > 1:
+        members = _matrices(name, load, origin, activation_divisor)
+        if members and fold is None:
+            return SourceTensor(
+                name, shape, weight.format, values, None, origin, words, None, activation_divisor, members
+            )
         return SourceTensor(name, shape, f"{weight.format} of {len(divisors)} divisors", values, origin=origin)
     is_blocks = isinstance(get_format(weight.format), GgufFormat)
     read_blocks: RowReader | None = blocks if is_blocks else None
     read_words: WordReader | None = None if is_blocks else words
     divisor = divisors[0] if divisors else None
     return SourceTensor(
-        name, shape, weight.format, values, read_blocks, origin, read_words, divisor, activation_divisor
+        name, shape, weight.format, values, read_blocks, origin, read_words, divisor, activation_divisor, fold=fold
+    )
+
+
+def _matrices(name: str, load: Load, origin: str, activation_divisor: float | None) -> tuple[SourceTensor, ...]:
+    """The matrices of an nvfp4 bank [E, N, K], each with its divisor; none where a divisor is not that of whole matrices
+    of one expert.
+    """
+    weight = cast(PackedTensor, load())
+    geometry = weight.geometry
+    run = geometry.parent_rows // geometry.divisors
+    if weight.dim() != 3 or weight.shape[1] % run or geometry.row_begin % run:
+        return ()
+
+    def matrix(index: int) -> Load:
+        return lambda: load().take_rows(index * run, (index + 1) * run, (run, weight.shape[-1]))
+
+    return tuple(
+        packed_source(f"{name}[{index}]", matrix(index), origin, activation_divisor)
+        for index in range(weight.shape[0] * weight.shape[1] // run)
     )
 
 

@@ -41,6 +41,12 @@ _CHUNK_VALUES = 1 << 21
 
 _DEFAULT_PRESET = "q4"
 
+_VISION = "vision"
+"""Name of the source that holds the vision tower of a GGUF file's model."""
+
+_FOLD_FORMATS = {"input_columns": "int32", "hadamard_signs": "bf16"}
+"""Format of an auxiliary vector, by its role (spec/container.md 7)."""
+
 SourceLike = Source | torch.nn.Module | str | os.PathLike[str]
 RecipeLike = Configure | str | os.PathLike[str]
 
@@ -86,16 +92,32 @@ def plan(
     Raises ConversionError as `convert` does before it creates a file.
     """
     file_name = "" if recipe is None or callable(recipe) else Path(recipe).name
+    main, others = _opened_sources(source, sources or {})
     return plan_conversion(
-        _opened(source),
+        main,
         preset if preset is not None or recipe is not None else _DEFAULT_PRESET,
         recipe=recipe if recipe is None or callable(recipe) else load_recipe(recipe),
         recipe_name=file_name,
         settings=[parse_setting(setting) if isinstance(setting, str) else setting for setting in settings],
-        sources={key: _opened(other) for key, other in (sources or {}).items()},
+        sources=others,
         name=name,
         no_fallback=no_fallback,
     )
+
+
+def _opened_sources(source: SourceLike, sources: Mapping[str, SourceLike]) -> tuple[Source, dict[str, Source]]:
+    """The main source and the further ones; a GGUF file named `vision` beside a main one is that model's vision tower."""
+    others = dict(sources)
+    if all(
+        isinstance(path, str | os.PathLike) and Path(path).suffix.lower() == ".gguf"
+        for path in (source, others.get(_VISION))
+    ):
+        from ninfer_torch.convert.gguf_source import GgufSource
+
+        main: Source = GgufSource(source, others.pop(_VISION))  # type: ignore[arg-type]
+    else:
+        main = _opened(source)
+    return main, {key: _opened(other) for key, other in others.items()}
 
 
 def _opened(source: SourceLike) -> Source:
@@ -122,7 +144,8 @@ def convert(
     `source` is a path or a live model (see `open_source`), or a Source. What tensors become is decided by `preset`, a name of PRESETS
     (q4 where there is no recipe, else nothing is quantized at first), then `recipe`, a Python file with
     `configure(model, recipe, sources)` or such a function, then `settings` (`SELECTOR=FORMAT[:METHOD[:NAME=VALUE,...]]`);
-    later ones win. `sources` are further sources that a recipe names. `name` is the public model name in the artifact's
+    later ones win. `sources` are further sources that a recipe names; of a GGUF file's model `vision` is its `mmproj` file.
+    `name` is the public model name in the artifact's
     metadata (default: the source's name). With `no_fallback`, block types that preset `gguf` cannot keep are an error
     that lists them. Memory stays bounded by one chunk of rows and the smaller planes of one tensor, whatever the model's
     size. The same sources, recipe and `artifact_id` give the same bytes.
@@ -187,13 +210,23 @@ def _declare(writer: ArtifactWriter, planned: ConversionPlan) -> None:
             writer.bind(name, bound)
         else:
             writer.bind(name, parts=bound)
-    divided = 0
+    written = 0
+    vectors: dict[tuple[str, bytes], str] = {}  # equal ones are stored once, divisors one by one
     for use in planned.uses:
         auxiliaries = {}
         if use.divisor is not None:
-            auxiliaries["activation_input_divisor"] = object_id = f"auxiliary/{divided:06d}"
+            auxiliaries["activation_input_divisor"] = object_id = f"auxiliary/{written:06d}"
             writer.tensor(object_id, "fp32", (), torch.tensor(use.divisor, dtype=torch.float32))
-            divided += 1
+            written += 1
+        if use.fold is not None:
+            words = use.fold.role, use.fold.vector.view(torch.uint8).numpy().tobytes()
+            if words not in vectors:
+                vectors[words] = f"auxiliary/{written:06d}"
+                writer.tensor(
+                    vectors[words], _FOLD_FORMATS[use.fold.role], tuple(use.fold.vector.shape), use.fold.vector
+                )
+                written += 1
+            auxiliaries[use.fold.role] = vectors[words]
         writer.use(use.parameter, use.input, use.activation_policy, auxiliaries)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ninfer_torch.convert.presets import direct_format, get_preset, is_plain
 from ninfer_torch.convert.recipes import CHECKPOINT, Parameter, Parent, Piece, Recipe, RecipeModel, Selection
 from ninfer_torch.convert.report import Outline, ResourceEntry, TensorEntry
 from ninfer_torch.convert.settings import Configure, Setting, public_arguments
-from ninfer_torch.convert.source import Source, SourceTensor
+from ninfer_torch.convert.source import InputFold, Source, SourceTensor
 from ninfer_torch.errors import ConversionError, LayoutError
 from ninfer_torch.formats import BlockFloatFormat, DirectFormat, Format, get_format
 from ninfer_torch.layouts import TILE_ROWS, Plane, encoded_bytes, planes_of
@@ -123,12 +124,13 @@ class Task:
 
 @dataclass(frozen=True)
 class PlannedUse:
-    """One use to write; `divisor` is its activation divisor."""
+    """One use to write; `divisor` is its activation divisor, `fold` what its inputs go through."""
 
     parameter: str
     input: str
     activation_policy: str
     divisor: float | None = None
+    fold: InputFold | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def recipe_model(plan: ModelPlan) -> RecipeModel:
             own = logical_name(name)
             inputs = (use_input(name),) if name in planned.multiplied else ()
             twins = tuple(twin for twin in names if twin != own)
-            parameters[own] = Parameter(own, planned.shape, planned.kind, inputs, twins)
+            parameters[own] = Parameter(own, planned.shape, planned.kind, inputs, twins, planned.reason)
     return RecipeModel(plan.architecture, MappingProxyType(plan.config), MappingProxyType(parameters))
 
 
@@ -237,8 +239,8 @@ def _tasks(recipe: Recipe, owners: Mapping[str, str], matched: Mapping[str, Matc
     tasks = []
     for index, parent in enumerate(recipe.parents()):
         names = [name for piece in parent.pieces for name in aliases[piece.parameter]]
-        pieces = tuple(_piece(piece, matched) for piece in parent.pieces)
         method = _method(parent)
+        pieces = tuple(itertools.chain.from_iterable(_pieces(piece, matched, method) for piece in parent.pieces))
         arguments = _arguments(method, parent, names, recipe.model, tables)
         task = Task(f"weight/{index:06d}", pieces, parent.selection, method, arguments, tuple(names))
         _check_encodable(task)
@@ -246,11 +248,17 @@ def _tasks(recipe: Recipe, owners: Mapping[str, str], matched: Mapping[str, Matc
     return tuple(tasks)
 
 
-def _piece(piece: Piece, matched: Mapping[str, MatchedSource]) -> TaskPiece:
+def _pieces(piece: Piece, matched: Mapping[str, MatchedSource], method: Method) -> list[TaskPiece]:
+    """The piece; of a bank whose matrices have divisors of their own each matrix by itself."""
     source = matched[piece.source]
     if piece.parameter not in source.tensors:
         raise ConversionError(f"source {piece.source!r} ({source.name}) has no tensor for {piece.parameter!r}")
-    return TaskPiece(piece.parameter, source.tensors[piece.parameter], piece.begin, piece.end)
+    tensor = source.tensors[piece.parameter]
+    if method.takes == "encoded" and len({matrix.divisor for matrix in tensor.members}) > 1:
+        each = len(tensor.members) // tensor.rows
+        matrices = tensor.members[piece.begin * each : piece.end * each]
+        return [TaskPiece(piece.parameter, matrix, 0, matrix.rows) for matrix in matrices]
+    return [TaskPiece(piece.parameter, tensor, piece.begin, piece.end)]
 
 
 def _method(parent: Parent) -> Method:
@@ -293,7 +301,8 @@ def _check_encodable(task: Task) -> None:
         planes = task.planes
     except LayoutError as error:
         raise ConversionError(f"{piece.tensor.name!r} as {task.record.name}: {error}") from error
-    for piece in task.pieces:
+    for _, pieces in itertools.groupby(task.pieces, lambda piece: piece.parameter):
+        piece = next(pieces)  # the first stands for all matrices of a bank, of which there may be thousands
         end = min(piece.begin + task.whole_rows, piece.end)
         found = task.encode(piece, piece.begin, end, piece.begin)
         if [plane.shape[1:] for plane in found] != [torch.Size(plane.shape[1:]) for plane in planes]:
@@ -321,9 +330,10 @@ def _bindings(model: RecipeModel, owners: Mapping[str, str], tasks: Sequence[Tas
     whole: dict[str, str] = {}
     for task in tasks:
         position = 0
-        for piece in task.pieces:
-            parts.setdefault(piece.parameter, []).append((task.object_id, position, position + piece.elements))
-            position += piece.elements
+        for parameter, pieces in itertools.groupby(task.pieces, lambda piece: piece.parameter):
+            end = position + sum(piece.elements for piece in pieces)
+            parts.setdefault(parameter, []).append((task.object_id, position, end))
+            position = end
         first = task.pieces[0].parameter
         if len(task.pieces) == 1 and task.shape == model.parameters[first].shape:
             whole[first] = task.object_id
@@ -332,6 +342,7 @@ def _bindings(model: RecipeModel, owners: Mapping[str, str], tasks: Sequence[Tas
 
 def _uses(recipe: Recipe, owners: Mapping[str, str], tasks: Sequence[Task]) -> tuple[PlannedUse, ...]:
     stated: dict[str, list[float | None]] = {}
+    folds = _folds(recipe, owners, tasks)
     for task in tasks:
         for piece in task.pieces:
             stated[piece.parameter] = [other.tensor.activation_divisor for other in task.pieces]
@@ -346,8 +357,28 @@ def _uses(recipe: Recipe, owners: Mapping[str, str], tasks: Sequence[Task]) -> t
                     "activation_input_divisor; neither the recipe nor the source states one"
                 )
             divisor = min(known)
-        uses.append(PlannedUse(parameter, input, setting.activation_policy, divisor))
+        uses.append(PlannedUse(parameter, input, setting.activation_policy, divisor, folds.get(owners[parameter])))
     return tuple(uses)
+
+
+def _folds(recipe: Recipe, owners: Mapping[str, str], tasks: Sequence[Task]) -> dict[str, InputFold]:
+    """What the inputs of parameters that keep their source's words go through; a use must be there to say so."""
+    folds: dict[str, InputFold | None] = {}
+    for task in tasks:
+        for piece in task.pieces:
+            fold = piece.tensor.fold if task.method.takes == "encoded" else None
+            if folds.setdefault(piece.parameter, fold) is not fold:
+                raise ConversionError(
+                    f"{piece.parameter!r}: some of its rows keep words that are stored for transformed inputs, some do not"
+                )
+    used = {parameter for parameter, _ in recipe.uses}
+    for name, owner in owners.items():
+        found = folds[owner]
+        if found is not None and name not in used:
+            raise ConversionError(
+                f"{name!r} has no use that could state {found.role}; take its values instead of its words"
+            )
+    return {name: fold for name, fold in folds.items() if fold is not None}
 
 
 def _entry(task: Task, model: RecipeModel) -> TensorEntry:
@@ -364,6 +395,7 @@ def _entry(task: Task, model: RecipeModel) -> TensorEntry:
         note="; ".join(filter(None, (task.selection.note or _note(task), _apart(task, model)))),
         fallback=task.selection.fallback,
         method_parameters=public_arguments(task.selection.parameters),
+        reason="" if task.record.quantized else model.parameters[task.names[0]].reason,
     )
 
 

@@ -12,10 +12,20 @@ from ninfer_torch.convert.methods import default_method
 from ninfer_torch.convert.recipes import CHECKPOINT, Recipe, RecipeModel, Selection
 from ninfer_torch.convert.source import SourceTensor
 from ninfer_torch.errors import ConversionError
-from ninfer_torch.formats import FORMATS, BlockFloatFormat, GgufFormat, RowFloatFormat
+from ninfer_torch.formats import FORMATS, BlockFloatFormat, GgufFormat, RowFloatFormat, get_format
 from ninfer_torch.models.generic import Kind
 
-__all__ = ["PRESETS", "WIDER_FORMATS", "Preset", "WiderFormat", "direct_format", "get_preset", "is_plain", "select"]
+__all__ = [
+    "PRESETS",
+    "WIDER_FORMATS",
+    "Preset",
+    "WiderFormat",
+    "direct_format",
+    "format_preset",
+    "get_preset",
+    "is_plain",
+    "select",
+]
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,11 @@ _NEAREST_ROWS: Mapping[str, WiderFormat] = MappingProxyType(
 )
 """Encodings of checkpoints that only decode, and what preset `keep` stores instead."""
 
+MIXED = "mixed "
+"""What the encoding of a bank of matrices in several encodings begins with."""
+
+_MIXED_BANK = WiderFormat("q8_g32_fp16", "matrices of several encodings have no words in common")
+
 _PLAIN_FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "bf16": "bf16",
@@ -150,6 +165,16 @@ def get_preset(name: str) -> Preset:
         raise ConversionError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}") from None
 
 
+def format_preset(format: str) -> Preset:
+    """The preset that a format's name stands for: linear weights, embedding and head in that format. Raises FormatError
+    for an unknown one.
+    """
+    name = get_format(format).name
+    return Preset(
+        name, f"linear weights, embedding and head {name}", dict.fromkeys(("linear", "embedding", "head"), name)
+    )
+
+
 def select(preset: Preset, kind: Kind, source: SourceTensor) -> Selection:
     """What `source`, a tensor of `kind`, becomes under `preset`. Raises ConversionError for an encoding outside every
     table.
@@ -175,6 +200,8 @@ def _kept(source: SourceTensor) -> Selection:
     if source.encoded_rows:
         return Selection(_TERNARY_TARGETS.get(source.encoding, source.encoding), "import_encoded")
     wider = WIDER_FORMATS.get(source.encoding) or _NEAREST_ROWS.get(source.encoding)
+    if source.encoding.startswith(MIXED):
+        wider = _MIXED_BANK
     if wider is None:
         raise ConversionError(
             f"tensor {source.name!r}: no registered format is known to be wider than {source.encoding}"

@@ -54,7 +54,8 @@ def method_name(method: str | UserMethod) -> str:
 @dataclass(frozen=True)
 class Parameter:
     """One logical parameter of a model: `name`, its shape, what its layers do with it (`kind`), the inputs that it
-    multiplies, and the other names of the same tensor where the model ties it.
+    multiplies, and the other names of the same tensor where the model ties it. `reason` says why a direct one that looks
+    quantizable is not.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Parameter:
     kind: Kind
     inputs: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
+    reason: str = ""
 
     @property
     def layer(self) -> int | None:

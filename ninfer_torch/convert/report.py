@@ -30,7 +30,7 @@ def report_path(artifact: Path) -> Path:
 @dataclass(frozen=True)
 class TensorEntry:
     """One stored object: the parameters bound to it, where it came from, what it became. `bytes` is its complete
-    encoded size.
+    encoded size; `reason` says why weights that look quantizable stay direct.
     """
 
     parameters: tuple[str, ...]
@@ -43,6 +43,7 @@ class TensorEntry:
     bytes: int
     note: str = ""
     fallback: bool = False
+    reason: str = ""
     method_parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -157,6 +158,10 @@ class Outline:
             share = sum(entry.weights for entry in self.fallbacks) / self.weights
             lines.append(f"{len(self.fallbacks)} tensors ({share:.1%} of the weights) could not keep their block type:")
             lines += [f"  {entry.parameters[0]}: {entry.note}" for entry in self.fallbacks]
+        for reason in dict.fromkeys(entry.reason for entry in self.tensors if entry.reason):
+            kept = [entry for entry in self.tensors if entry.reason == reason]
+            share = sum(entry.weights for entry in kept) / self.weights
+            lines.append(f"{len(kept)} tensors ({share:.1%} of the weights) stay direct: {reason}")
         if self.unused:
             lines.append(f"{len(self.unused)} source tensors are not used:")
             lines += [f"  {tensor.name}: {tensor.reason}" for tensor in self.unused]
@@ -210,4 +215,5 @@ def _row(entry: TensorEntry) -> tuple[str, ...]:
     arguments = ",".join(f"{name}={value}" for name, value in entry.method_parameters.items())
     method = f"{entry.method}:{arguments}" if arguments else entry.method
     bits = f"{8 * entry.bytes / entry.weights:.2f}"
-    return names, shape, entry.encoding, entry.format, method, f"{entry.bytes:,}", bits, entry.note
+    note = "; ".join(filter(None, (entry.note, entry.reason)))
+    return names, shape, entry.encoding, entry.format, method, f"{entry.bytes:,}", bits, note

@@ -1,7 +1,8 @@
 """The safetensors files of a folder: found by the index, opened once, read by rows.
 
-Rows are read into memory of their own, not mapped: the pages of a mapping would stay with the process, and a conversion
-would end with its whole source resident.
+Nothing is mapped: rows are read into memory of their own, since the pages of a mapping would stay with the process, and a
+conversion would end with its whole source resident. Headers are read and checked here too, because the format's own
+library maps a file to read its header, which a file larger than memory may not allow.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ninfer_torch.errors import ConversionError
 
@@ -48,15 +48,47 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
+_LARGEST_HEADER = 100_000_000
+"""Bytes of a header that the format allows."""
+
+_METADATA = "__metadata__"
+
+
 class _File:
-    """An open safetensors file whose header has been checked by its own library."""
+    """An open safetensors file; `header` maps tensor names to (dtype, shape, first byte).
+
+    Raises ConversionError for a header that is not one, and for tensors that do not fill the rest of the file exactly.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stream = open(path, "rb")  # noqa: SIM115 (open as long as a tensor refers to it)
+        size = os.fstat(self.stream.fileno()).st_size
         length = int.from_bytes(self.stream.read(8), "little")
-        self.header: dict[str, Any] = json.loads(self.stream.read(length))
         self.start = 8 + length
+        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+            self._fail(f"a header of {length} bytes in a file of {size}")
+        try:
+            members = json.loads(self.stream.read(length), object_pairs_hook=_once)
+            members.pop(_METADATA, None)
+            self.header = {name: _entry(entry) for name, entry in members.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self._fail(f"its header cannot be read ({error})")
+        end = 0
+        for name, (dtype, shape, begin, after) in sorted(self.header.items(), key=lambda item: item[1][2:]):
+            wanted = math.prod(shape) * _DTYPES[dtype].itemsize if dtype in _DTYPES else after - begin
+            if begin != end or after - begin != wanted:
+                self._fail(
+                    f"tensor {name!r}, {dtype} {list(shape)}, lies at bytes {begin} to {after} of the data, expected "
+                    f"{wanted} bytes from {end}"
+                )
+            end = after
+        if self.start + end != size:
+            self._fail(f"its tensors end at byte {self.start + end} of {size}; is the download complete?")
+
+    def _fail(self, reason: str) -> NoReturn:
+        self.stream.close()
+        raise ConversionError(f"{self.path}: not a readable safetensors file: {reason}")
 
     def read(self, offset: int, count: int) -> torch.Tensor:
         """`count` bytes from `offset` in the data section, uint8. Raises ConversionError where the file has fewer."""
@@ -68,6 +100,24 @@ class _File:
                 raise ConversionError(f"{self.path}: the file ends at byte {position}, {len(rest)} bytes too early")
             rest, position = rest[done:], position + done
         return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return members
+
+
+def _entry(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, first byte, byte after the last) of a tensor. Raises ValueError for numbers that are no counts."""
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not isinstance(entry["dtype"], str) or not all(
+        type(number) is int and number >= 0 for number in (*shape, begin, end)
+    ):
+        raise ValueError(f"found {entry}")
+    return entry["dtype"], shape, begin, end
 
 
 @dataclass(frozen=True)
@@ -145,16 +195,11 @@ def open_shards(folder: Path, shards: Sequence[str]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for shard in shards:
         try:
-            with safe_open(str(folder / shard), framework="pt", device="cpu") as handle:
-                names = list(handle.keys())
             data = _File(folder / shard)
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
             raise ConversionError(f"{folder / shard}: not a readable safetensors file: {error}") from error
-        for name in names:
+        for name, (dtype, shape, begin, _) in sorted(data.header.items()):
             if name in found:
                 raise ConversionError(f"{folder / shard}: tensor {name!r} lies in {found[name].file} too")
-            entry = data.header[name]
-            found[name] = StoredTensor(
-                name, shard, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][0], data
-            )
+            found[name] = StoredTensor(name, shard, dtype, shape, begin, data)
     return found

@@ -15,7 +15,7 @@ import torch
 
 from ninfer_torch.errors import ConversionError
 
-__all__ = ["EncodedRows", "RowReader", "Source", "SourceTensor", "UnusedTensor", "WordReader"]
+__all__ = ["EncodedRows", "InputFold", "RowReader", "Source", "SourceTensor", "UnusedTensor", "WordReader"]
 
 RowReader = Callable[[int, int], torch.Tensor]
 """(begin, end) -> the rows [begin, end) of the leading axis."""
@@ -64,6 +64,18 @@ class EncodedRows:
         return f"tensor {self.name!r}, {where}" if self.name else where
 
 
+@dataclass(frozen=True, eq=False)
+class InputFold:
+    """What the inputs of a matrix must go through before its words multiply them (spec/container.md 7).
+
+    `role` names the auxiliary of a use that says so, `vector` [K] is its value: int32 `input_columns` or bfloat16
+    `hadamard_signs`.
+    """
+
+    role: str
+    vector: torch.Tensor
+
+
 @dataclass(frozen=True)
 class SourceTensor:
     """One tensor of a source, read by ranges of its leading axis; nothing is held in memory.
@@ -74,7 +86,9 @@ class SourceTensor:
     exactly when the words are GGUF blocks that can be copied and yields block rows, byte for byte; `read_words` is given
     for the other encodings of `EncodedRows`. `divisor` and `activation_divisor` are those of an nvfp4 matrix, the latter
     where the source states one: exact float32 numbers by which values are divided, whatever the source's own sense is.
-    `origin` is the tensor's name in its file, where that differs from `name`, the state-dict name.
+    `origin` is the tensor's name in its file, where that differs from `name`, the state-dict name. `members` are the
+    matrices of a bank [E, N, K] in row order, where the source stores each by itself. `fold` is given
+    where the words are not those of the values: they are stored for transformed inputs.
     """
 
     name: str
@@ -86,6 +100,8 @@ class SourceTensor:
     read_words: WordReader | None = None
     divisor: float | None = None
     activation_divisor: float | None = None
+    members: tuple[SourceTensor, ...] = ()
+    fold: InputFold | None = None
 
     @property
     def rows(self) -> int:

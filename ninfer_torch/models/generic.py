@@ -1,8 +1,8 @@
 """The logical parameters of any Transformers model, learned from its class.
 
 The model is built on the meta device, where it costs no memory, and asked which tensors it has, which of them its
-layers multiply or look up through torch's own functionals, and which are one tensor under several names. Component
-`text` holds everything: `text/<state-dict name>`.
+layers multiply or look up through torch's own functionals, which are banks of experts, and which are one tensor under
+several names. Component `text` holds everything: `text/<state-dict name>`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ __all__ = [
     "ModelPlan",
     "PlannedTensor",
     "build_on_meta",
+    "direct_reasons",
+    "expert_banks",
     "logical_name",
     "plan_model",
+    "plan_module",
     "state_dict_name",
     "use_input",
 ]
@@ -60,15 +63,16 @@ class PlannedTensor:
     """One tensor of a model, under all its names.
 
     `names` are state-dict names, more than one where weights are tied. `kind` says what the layers do with it:
-    `linear`, `head` (the output embedding) and `embedding` (the input embedding, tied head or not) may be stored
-    quantized; `direct` tensors are read as they are by somebody's forward. `multiplied` are the names under which it is
-    a linear weight: each has one use.
+    `linear` (a bank of experts [E, N, K] too), `head` (the output embedding) and `embedding` (the input embedding, tied
+    head or not) may be stored quantized; `direct` tensors are read as they are by somebody's forward, and `reason` says
+    why of all but vectors. `multiplied` are the names under which it is a linear weight: each has one use.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     kind: Kind
     multiplied: tuple[str, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,23 +93,40 @@ def plan_model(config: Any) -> ModelPlan:
     """
     architecture = _architecture(config)
     model = build_on_meta(architecture, config)
-    multiplied = _linear_weights(model)
-    head = _weight_of(model.get_output_embeddings, torch.nn.Linear)
-    embedding = _weight_of(model.get_input_embeddings, torch.nn.Embedding)
+    return ModelPlan(
+        architecture, _stored_config(config), getattr(model, "base_model_prefix", ""), _plan_tensors(model)
+    )
+
+
+def plan_module(model: Any) -> ModelPlan:
+    """The plan of a module that is there already, on any device: a Transformers model, or any other module, whose
+    config is empty then.
+    """
+    config = getattr(model, "config", None)
+    stored = _stored_config(config) if hasattr(config, "to_json_string") else {}
+    return ModelPlan(type(model).__name__, stored, getattr(model, "base_model_prefix", ""), _plan_tensors(model))
+
+
+def _plan_tensors(model: Any) -> tuple[PlannedTensor, ...]:
+    reasons = direct_reasons(model)
+    multiplied = (_linear_weights(model) | expert_banks(model)) - reasons.keys()
+    head = _weight_of(lambda: model.get_output_embeddings(), torch.nn.Linear)
+    embedding = _weight_of(lambda: model.get_input_embeddings(), torch.nn.Embedding)
     entries: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)  # the very objects: identity tells what is tied
     names_of: dict[int, list[str]] = {}
     for name, tensor in entries.items():
         names_of.setdefault(id(tensor), []).append(name)
-    tensors = tuple(
-        PlannedTensor(
-            tuple(names),
-            tuple(entries[names[0]].shape),
-            _kind(entries[names[0]], embedding, head, any(name in multiplied for name in names)),
-            tuple(name for name in names if name in multiplied),
+    tensors = []
+    for names in names_of.values():
+        tensor = entries[names[0]]
+        kind = _kind(tensor, embedding, head, any(name in multiplied for name in names))
+        uses = tuple(name for name in names if name in multiplied)
+        stated = next(
+            (reasons[name] for name in names if name in reasons), _UNKNOWN_USE.get(tensor.dim(), _OF_HIGH_RANK)
         )
-        for names in names_of.values()
-    )
-    return ModelPlan(architecture, _stored_config(config), getattr(model, "base_model_prefix", ""), tensors)
+        reason = stated if kind == "direct" and tensor.dim() > 1 else ""
+        tensors.append(PlannedTensor(tuple(names), tuple(tensor.shape), kind, uses, reason))
+    return tuple(tensors)
 
 
 def _architecture(config: Any) -> str:
@@ -142,6 +163,65 @@ def _linear_weights(model: Any) -> set[str]:
     }
 
 
+_UNKNOWN_USE = {2: "a matrix of a layer other than nn.Linear and the input embedding"}
+_OF_HIGH_RANK = "of rank 3 or more, and no bank of experts"
+"""Why matrices and kernels are direct of which nothing else is known: somebody's forward reads them as they are."""
+
+_UP_BANKS = {True: "gate_up_proj", False: "up_proj"}
+"""Name of the first bank of experts with and without a gate, as Transformers' experts interface calls it."""
+
+_DOWN_BANK = "down_proj"
+
+
+def expert_banks(model: Any) -> set[str]:
+    """Names of the banks [E, N, K] of all experts that multiply through Transformers' experts interface, row by row."""
+    return {
+        f"{path}.{bank}" if path else bank
+        for path, module in model.named_modules(remove_duplicate=False)
+        if _is_experts(module) and not _foreign_experts(module)
+        for bank in (_UP_BANKS[getattr(module, "has_gate", True)], _DOWN_BANK)
+    }
+
+
+def direct_reasons(model: Any) -> dict[str, str]:
+    """Why weights that look like quantizable ones stay direct, by name: banks of other experts, and routers.
+
+    A router is a linear layer beside experts, alone or the only one of its module, that gives one number per expert; a
+    shared expert's gate gives one number.
+    """
+    reasons: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        banks = [child for child in module.children() if _is_experts(child)]
+        for child_path, child in module.named_children() if banks else ():
+            inside = [(name, layer) for name, layer in child.named_modules() if isinstance(layer, torch.nn.Linear)]
+            widths = {1, *(experts.num_experts for experts in banks)}
+            if len(inside) == 1 and inside[0][1].out_features in widths:
+                name = ".".join(filter(None, (path, child_path, inside[0][0], "weight")))
+                reasons[name] = "the router of experts, which decides and is small"
+        if _is_experts(module) and (what := _foreign_experts(module)):
+            banked = [name for name, bank in module.named_parameters(recurse=False) if bank.dim() == 3]
+            reasons |= {f"{path}.{name}" if path else name: what for name in banked}
+    return reasons
+
+
+def _is_experts(module: torch.nn.Module) -> bool:
+    """Whether a module has the marks that Transformers' experts interface leaves, and its banks."""
+    marked = isinstance(getattr(module, "num_experts", None), int) and hasattr(module, "is_transposed")
+    return marked and isinstance(getattr(module, _DOWN_BANK, None), torch.nn.Parameter)
+
+
+def _foreign_experts(module: Any) -> str:
+    """What of an experts module no packed product can follow; empty for one that can be packed."""
+    if module.is_transposed:
+        return "a bank of experts stored [E, K, N], whose rows are not those of the product"
+    if getattr(module, "has_bias", False):
+        return "a bank of experts with biases"
+    banks = [getattr(module, name, None) for name in (_UP_BANKS[getattr(module, "has_gate", True)], _DOWN_BANK)]
+    if any(bank is None or bank.dim() != 3 or bank.shape[0] != module.num_experts for bank in banks):
+        return "a bank of experts of a form that is not known"
+    return ""
+
+
 def _weight_of(getter: Callable[[], Any], layer: type[torch.nn.Module]) -> torch.Tensor | None:
     """The weight of an input or output embedding; None where the model has none of that layer type."""
     try:
@@ -152,6 +232,8 @@ def _weight_of(getter: Callable[[], Any], layer: type[torch.nn.Module]) -> torch
 
 
 def _kind(tensor: torch.Tensor, embedding: torch.Tensor | None, head: torch.Tensor | None, multiplied: bool) -> Kind:
+    if tensor.dim() == 3 and multiplied:
+        return "linear"
     if tensor.dim() != 2:
         return "direct"
     if tensor is embedding:

@@ -329,8 +329,50 @@ def test_weights_behind_a_transform_are_the_plain_ones(name: str) -> None:
     assert found
     for origin, rows in found.items():
         tensor = whole[origin]
-        assert tensor.encoding.startswith("composed") and not tensor.encoded_rows
+        if tensor.encoded_rows:  # one format behind one transform: its words, and what their inputs go through
+            assert tensor.fold is not None and tensor.fold.role in ("hadamard_signs", "input_columns")
+            assert tensor.fold.vector.shape == (tensor.shape[-1],)
+        else:
+            assert tensor.encoding.startswith("composed")
         assert torch.allclose(tensor.values(0, 2), rows, rtol=1e-6, atol=0), origin
+
+
+def test_words_stored_for_permuted_inputs_move_with_the_permutation(tmp_path: Path) -> None:
+    """The blocks are the artifact's, and what the new model multiplies is what the old one does."""
+    from transformers import AutoModelForCausalLM
+
+    stored = golden("ninfer", "models", "qwen3_5_gguf_columns") / "gguf_columns.ninfer"
+    kept = [name for name, tensor in ArtifactSource(stored).tensors.items() if tensor.fold is not None]
+    assert len(kept) == 2 and all("out_proj" in name for name in kept)
+
+    def keep(model: Any, recipe: Any, sources: Any) -> None:
+        for name in kept:
+            found = sources["checkpoint"].tensors[f"text/{name}"]
+            recipe.assign(f"text/{name}", found.encoding, method="import_encoded", activation_policy="AllowA8")
+
+    convert(stored, tmp_path / "b.ninfer", "q8", recipe=keep)
+    artifact = open_artifact(tmp_path / "b.ninfer")
+    assert sum("input_columns" in use.auxiliaries for use in artifact.uses) == 2
+    models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (stored, tmp_path / "b.ninfer")]
+    for name in kept:
+        first, second = (model.get_parameter(name) for model in models)
+        assert torch.equal(first, second) and torch.equal(first.dequantize(), second.dequantize()), name
+
+
+def test_an_nvfp4_bank_of_many_divisors_keeps_its_words(tmp_path: Path) -> None:
+    stored = golden("ninfer", "models", "qwen3_5_moe_nvfp4") / "nvfp4.ninfer"
+    source = ArtifactSource(stored)
+    banks = [
+        tensor
+        for name, tensor in source.tensors.items()
+        if name.endswith(("gate_up_proj", "down_proj")) and tensor.members
+    ]
+    assert len(banks) == 4 and {bank.encoding for bank in banks} == {"nvfp4"}
+    for bank in banks:
+        each = len(bank.members) // bank.rows
+        values = torch.cat([matrix.values(0, matrix.rows) for matrix in bank.members]).view(bank.shape)
+        assert torch.equal(bank.values(0, bank.rows), values) and each == (2 if "gate_up" in bank.name else 1)
+        assert len({matrix.divisor for matrix in bank.members}) > 1
 
 
 def test_parts_that_the_class_leaves_aside_are_listed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -361,6 +362,86 @@ def test_a_checkpoint_of_the_compressed_tensors_package(tmp_path: Path) -> None:
         # A global scale upside down or swapped nibbles would be off by orders of magnitude.
         error = (weight.dequantize() - original).norm() / original.norm()
         assert error < (0.15 if tensor.encoding == "nvfp4" else 0.04)
+
+
+def test_preset_keep_permits_the_activations_that_the_words_were_made_for(tmp_path: Path) -> None:
+    """NVFP4 matrices may take 4-bit activations, divided by the package's own global scale; FP8 rows 8-bit ones."""
+    folder = tmp_path / "model"
+    compressed_checkpoint(folder)
+    report = convert(folder, tmp_path / "out.ninfer", "keep")
+    formats = {entry.parameters[0]: entry.format for entry in report.tensors}
+    assert [formats.get(f"text/model.layers.0.mlp.{part}_proj.weight") for part in ("gate", "up", "down")] == [
+        "nvfp4"
+    ] * 3
+    artifact = open_artifact(tmp_path / "out.ninfer")
+    policies = {use.parameter: use.activation_policy for use in artifact.uses}
+    for parameter, policy in policies.items():
+        assert policy == {"nvfp4": "AllowA4", ROW_FP8: "AllowA8"}.get(formats[parameter], "A16Only"), parameter
+    divided = [use for use in artifact.uses if use.activation_policy == "AllowA4"]
+    assert len(divided) == 3
+    for use in divided:
+        assert float(artifact.auxiliary(use.parameter, use.input, "activation_input_divisor", ())) == 123.5
+
+
+def llama_of(folder: Path, encode: Callable[[str, torch.Tensor], Tensors]) -> LlamaForCausalLM:
+    """A Llama's folder with the matrices of its MLP as `encode(prefix, weight)` stores them."""
+    torch.manual_seed(1)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=4, vocab_size=96, tie_word_embeddings=False))
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".mlp." in name]:
+        tensors |= encode(name.removesuffix(".weight"), tensors.pop(name))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def test_modelopt_scales_are_inverted_on_their_way_into_the_artifact(tmp_path: Path) -> None:
+    """ModelOpt's scales multiply; the artifact's divisors are their reciprocals in float32."""
+
+    def encode(prefix: str, weight: torch.Tensor) -> Tensors:
+        stored = modelopt_nvfp4(prefix, *weight.shape, multiplier=0.0001234)
+        return {**stored, f"{prefix}.input_scale": torch.tensor(0.0003)}
+
+    llama_of(tmp_path / "m", encode)
+    convert(tmp_path / "m", tmp_path / "m.ninfer", "keep")
+    artifact, stored = open_artifact(tmp_path / "m.ninfer"), load_file(tmp_path / "m" / "model.safetensors")
+    expected = float(torch.tensor(1.0, dtype=torch.float64).div(torch.tensor(0.0003).double()).float())
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.{part}"
+        weight = artifact.parameter(f"text/{name}.weight")
+        assert weight.planes["divisors"].item() == 8103.72802734375
+        assert torch.equal(weight.planes["codes"], stored[f"{name}.weight"])
+        (use,) = [use for use in artifact.uses if use.parameter == f"text/{name}.weight"]
+        assert float(artifact.auxiliary(use.parameter, use.input, "activation_input_divisor", ())) == expected
+
+
+@pytest.mark.parametrize("preset", ["q4", "q6", "fp8", "keep"])
+def test_fp8_in_blocks_is_quantized_as_its_decoded_values(tmp_path: Path, preset: str) -> None:
+    """The same objects as from a checkpoint that holds those values; preset keep says what it stores instead."""
+
+    def encode(prefix: str, weight: torch.Tensor) -> Tensors:
+        blocks = [row.split(128, 1) for row in weight.split(128)]
+        scales = torch.stack([torch.stack([block.abs().max() / 448 for block in row]) for row in blocks])
+        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return {f"{prefix}.weight": (weight / wide).to(FP8), f"{prefix}.weight_scale_inv": scales}
+
+    def decode(prefix: str, weight: torch.Tensor) -> Tensors:
+        found = encode(prefix, weight)
+        wide = found[f"{prefix}.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return {f"{prefix}.weight": found[f"{prefix}.weight"].float() * wide}
+
+    llama_of(tmp_path / "a", encode)
+    llama_of(tmp_path / "b", decode)
+    report = convert(tmp_path / "a", tmp_path / "a.ninfer", preset)
+    convert(tmp_path / "b", tmp_path / "b.ninfer", {"keep": "fp8"}.get(preset, preset))
+    first, second = (open_artifact(tmp_path / f"{side}.ninfer") for side in "ab")
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        name = f"text/model.layers.0.mlp.{part}.weight"
+        assert first.read_object(first.bindings[name].object) == second.read_object(second.bindings[name].object)
+    notes = {entry.note for entry in report.tensors if ".mlp." in entry.parameters[0]}
+    assert len(notes) == 1 and "fp8_e4m3fn_block" in notes.pop()
+    assert len(report.fallbacks) == (3 if preset == "keep" else 0)
 
 
 def test_a_conversion_keeps_the_words_of_each_scheme(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ninfer_torch.convert.gguf_source import GgufSource
 from ninfer_torch.convert.matching import match_source
 from ninfer_torch.errors import ConversionError
 from ninfer_torch.models.generic import plan_model
+from ninfer_torch.tensors import NinferTensor
 
 TYPES = gguf.GGMLQuantizationType
 LAYERS, HIDDEN, HEADS, KEY_HEADS, FEED, VOCABULARY, EXPERTS = 2, 64, 4, 2, 96, 40, 4
@@ -338,11 +339,21 @@ def test_a_converted_file_computes_with_its_decoded_values(case: Case, path: Pat
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_preset_gguf_says_that_it_decodes_expert_banks(path: Path) -> None:
+def test_preset_gguf_keeps_the_blocks_of_expert_banks(path: Path) -> None:
+    """Loaded, a bank is quantized, and its experts are the file's."""
     case = ALL["qwen3moe"]
-    report = convert(write(path, case, original(case), TYPES.Q8_0), path.with_suffix(".ninfer"), "gguf")
-    notes = {entry.note for entry in report.tensors if "experts" in entry.parameters[0]}
-    assert len(notes) == 1 and "decoded from gguf_q8_0" in notes.pop()
+    source = GgufSource(write(path, case, original(case), TYPES.Q8_0))
+    report = convert(source, path.with_suffix(".ninfer"), "gguf")
+    banks = [entry for entry in report.tensors if "experts" in entry.parameters[0]]
+    assert [(entry.format, entry.method) for entry in banks] == [("gguf_q8_0", "import_encoded")] * (2 * LAYERS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.with_suffix(".ninfer"), dtype=torch.float32)
+    for entry in banks:
+        name = entry.parameters[0].removeprefix("text/")
+        bank = model.get_parameter(name)
+        assert isinstance(bank, NinferTensor) and bank.shape == source.tensors[name].shape
+        assert torch.equal(
+            torch.stack([bank[e].dequantize() for e in range(EXPERTS)]), source.tensors[name].values(0, EXPERTS)
+        )
 
 
 # Refusals
@@ -382,11 +393,16 @@ def test_expert_banks_of_two_types_decode(path: Path) -> None:
     model = original(case)
     source = GgufSource(write(path, case, model, TYPES.Q8_0, other_kinds={"0.ffn_up_exps.weight": TYPES.F16}))
     found = source.tensors["model.layers.0.mlp.experts.gate_up_proj"]
-    assert (found.encoding, found.read_blocks) == ("fp32", None)
+    assert (found.encoding, found.read_blocks) == ("mixed gguf_q8_0+fp16", None)
     values = model.state_dict()[found.name].numpy()
     expected = gguf.dequantize(gguf.quantize(values, TYPES.Q8_0), TYPES.Q8_0)
     expected[:, 32:] = values[:, 32:].astype(np.float16)
     assert np.array_equal(found.values(0, EXPERTS).numpy(), expected)
+    report = convert(source, path.with_suffix(".ninfer"), "gguf")
+    assert [entry.format for entry in report.fallbacks] == ["q8_g32_fp16"]
+    assert "have no words in common" in report.fallbacks[0].note
+    with pytest.raises(ConversionError, match=r"1 tensors cannot keep.*gate_up_proj \(mixed gguf_q8_0\+fp16\)"):
+        convert(source, path.with_name("b.ninfer"), "gguf", no_fallback=True)
 
 
 def test_substituted_tensors_are_listed_with_their_share_of_the_weights(path: Path) -> None:
@@ -437,8 +453,10 @@ def test_no_sliding_window_is_no_sliding_window(path: Path) -> None:
     assert GgufSource(write(path, PHI3_LONG, original(PHI3_LONG))).config().sliding_window is None
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen2moe"])
+@pytest.mark.parametrize("name", ["qwen2moe", "qwen3next", "gemma2"])
 def test_other_architectures_are_refused_by_name(path: Path, name: str) -> None:
     case = Case(**{**vars(ALL["qwen2"]), "name": name})
-    with pytest.raises(ConversionError, match=rf"'{name}' is not known.*qwen2, qwen3, qwen3moe, phi3"):
+    with pytest.raises(
+        ConversionError, match=rf"'{name}' is not known.*qwen2, qwen3, qwen3moe, qwen35, qwen35moe, phi3"
+    ):
         GgufSource(write(path, case, original(case)))

@@ -270,6 +270,30 @@ def test_the_older_block_under_type_42_is_refused_with_both_layouts_named(name: 
         GgufFile(golden("gguf", name))
 
 
+def older_block_file(names: Sequence[str], rows: int, alignment: int = 32) -> bytes:
+    """Tensors that say type 42 and hold 128 values in 34 bytes, then one of plain words unless `names` are the last."""
+    entries, data = [], b""
+    for name in names:
+        entries.append(Entry(name, [256, rows], F32 if name == "plain" else TYPE_42, len(data)))
+        data += bytes(256 * rows * 4 if name == "plain" else 2 * rows * 34)
+        data += bytes(-len(data) % alignment)
+    keys = [ARCHITECTURE, u32_entry("general.alignment", alignment)]
+    return gguf(entries, keys, data, alignment=alignment)
+
+
+@pytest.mark.parametrize("alignment", [32, 64])
+@pytest.mark.parametrize("rows", [64, 100])
+@pytest.mark.parametrize("names", [["w", "plain"], ["plain", "w"], ["w"], ["w", "v"], ["plain", "w", "v"]])
+def test_the_older_block_under_type_42_is_told_by_its_span(
+    tmp_path: Path, names: list[str], rows: int, alignment: int
+) -> None:
+    """First, in between or last: 72 bytes for each 256 values do not fit where there are 68."""
+    with pytest.raises(
+        ConversionError, match=rf"'w' of type 42 has room for .* \({68 * rows} bytes\).*\({72 * rows} bytes\)"
+    ):
+        opened(tmp_path, older_block_file(names, rows, alignment))
+
+
 def test_a_truncated_type_42_tensor_is_not_taken_for_the_older_block(tmp_path: Path) -> None:
     whole = gguf([Entry("w", [256, 64], TYPE_42)], [], bytes(64 * 4 * 18))
     opened(tmp_path, whole)

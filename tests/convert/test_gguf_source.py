@@ -16,10 +16,13 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from golden import golden, load_tensors
+from ninfer_torch.artifact import open_artifact
+from ninfer_torch.convert import convert
 from ninfer_torch.convert.gguf_source import GgufSource
 from ninfer_torch.convert.gguf_tables import ARCHITECTURES
 from ninfer_torch.convert.source import Source
 from ninfer_torch.errors import ConversionError
+from ninfer_torch.formats import FORMATS, GgufFormat
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, HEAD_WIDTH, FEED, VOCABULARY = 2, 64, 4, 2, 16, 96, 40
 TYPES = gguf.GGMLQuantizationType
@@ -194,6 +197,66 @@ def test_registered_blocks_come_whole_and_in_the_original_row_order(model: Model
         assert tensor.encoding == f"gguf_{kind.name.lower()}"
         assert np.array_equal(tensor.blocks(0, tensor.rows).numpy(), blocks), name
         assert np.array_equal(tensor.values(0, tensor.rows).numpy(), gguf.dequantize(blocks, kind)), name
+
+
+REGISTERED = {name: record for name, record in FORMATS.items() if isinstance(record, GgufFormat)}
+
+
+def random_rows(record: GgufFormat, rows: int, columns: int, seed: int) -> Array:
+    """Legal rows of blocks of any type: random bytes, every 16-bit word of them a finite binary16."""
+    shape = (rows, columns // record.block_values * record.block_bytes)
+    data = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    data[:, 1::2] &= 0xBF  # bit 14 clear: an exponent below the largest at either parity of the address
+    data[:, 0::2] &= 0xBF
+    return data
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_every_registered_type_is_converted_byte_for_byte(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A llama whose matrices are of one block type: the artifact holds the file's rows, in the model's order."""
+    record = REGISTERED[name]
+    model = Model("llama", layers=1, tied=False)
+    wide = {key: (shape[0], 256) if len(shape) == 2 else (256,) for key, shape in LLAMA_SHAPES.items()}
+    shapes = wide | {"self_attn.o_proj": (256, 256), "mlp.down_proj": (256, 256)}
+    shapes |= {"mlp.gate_proj": (256, 256), "mlp.up_proj": (256, 256), "self_attn.q_proj": (256, 256)}
+    keys = model.keys | {"embedding_length": 256, "feed_forward_length": 256, "attention.key_length": 64}
+    shapes["self_attn.k_proj"] = shapes["self_attn.v_proj"] = (128, 256)
+    path, parts = tmp_path / "m.gguf", {}
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in keys.items():
+        kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+        writer.add_key_value(f"llama.{key}", value, kinds[type(value)])
+    number = gguf.GGMLQuantizationType(record.ggml_type) if record.ggml_type != 42 else 42
+    monkeypatch.setitem(gguf.GGML_QUANT_SIZES, number, (record.block_values, record.block_bytes))
+    for seed, (role, shape) in enumerate(shapes.items()):
+        if len(shape) == 1:
+            writer.add_tensor(f"blk.0.{LLAMA_NAMES[role]}.weight", np.ones(shape, np.float32))
+            continue
+        rows = random_rows(record, *shape, seed)
+        heads = {"self_attn.q_proj": HEADS, "self_attn.k_proj": KEY_HEADS}.get(role)
+        parts[f"model.layers.0.{role}.weight"] = rows
+        stored = interleaved(rows, heads) if heads else rows
+        writer.add_tensor(f"blk.0.{LLAMA_NAMES[role]}.weight", stored, raw_dtype=number)
+    for key, stem in (("token_embd", "model.embed_tokens"), ("output", "lm_head")):
+        parts[f"{stem}.weight"] = rows = random_rows(record, VOCABULARY, 256, len(key))
+        writer.add_tensor(f"{key}.weight", rows, raw_dtype=number)
+    writer.add_tensor("output_norm.weight", np.ones(256, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    report = convert(path, tmp_path / "m.ninfer", "gguf", no_fallback=True)
+    artifact = open_artifact(tmp_path / "m.ninfer")
+    stored_parts = {
+        entry.parameters[0].removeprefix("text/"): entry
+        for entry in report.tensors
+        if "norm" not in entry.parameters[0]
+    }
+    assert stored_parts.keys() == parts.keys() and {entry.format for entry in stored_parts.values()} == {name}
+    for parameter, rows in parts.items():
+        assert artifact.read_object(stored_parts[parameter].object) == rows.tobytes(), parameter
 
 
 @pytest.mark.parametrize("kind", [TYPES.Q4_1, TYPES.Q5_1, TYPES.MXFP4])

@@ -175,3 +175,72 @@ def test_provenance_names_files_and_no_path(tmp_path: Path) -> None:
     assert provenance["name"] == "my-model"
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     assert {file["name"]: file["bytes"] for file in provenance["files"]} == sizes
+
+
+# Headers
+
+
+def raw_file(folder: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path = folder / "model.safetensors"
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return folder
+
+
+def entry(begin: int, end: int, shape: object = (2,), dtype: object = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+HOSTILE: dict[str, tuple[object, bytes, str]] = {
+    "no JSON": (b"{", b"", "header cannot be read"),
+    "a list": ([], b"", "header cannot be read"),
+    "an entry that is none": ({"a": 3}, b"", "header cannot be read"),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [2]}}, bytes(8), "header cannot be read"),
+    "a negative extent": ({"a": entry(0, 8, (-2,))}, bytes(8), "header cannot be read"),
+    "a fractional extent": ({"a": entry(0, 8, (2.0,))}, bytes(8), "header cannot be read"),
+    "an extent that is a truth": ({"a": entry(0, 4, (True,))}, bytes(4), "header cannot be read"),
+    "a name twice": (
+        b'{"a":' + json.dumps(entry(0, 8)).encode() + b',"a":' + json.dumps(entry(0, 8)).encode() + b"}",
+        bytes(8),
+        "occurs twice",
+    ),
+    "too few bytes": (
+        {"a": entry(0, 4)},
+        bytes(4),
+        r"tensor 'a', F32 \[2\], lies at bytes 0 to 4 .* expected 8 bytes from 0",
+    ),
+    "extents of 2^62": ({"a": entry(0, 8, (2**62, 4))}, bytes(8), r"expected \d+ bytes from 0"),
+    "a hole": ({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20), r"'b', F32 \[2\], lies at bytes 12 to 20 .* from 8"),
+    "an overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12), r"'b'.* lies at bytes 4 to 12 .* from 8"),
+    "bytes of nobody": ({"a": entry(0, 8)}, bytes(9), "end at byte .*; is the download complete"),
+    "a cut file": ({"a": entry(0, 8)}, bytes(7), "end at byte .*; is the download complete"),
+}
+
+
+@pytest.mark.parametrize(("header", "data", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_headers_that_do_not_describe_their_file_are_refused(
+    tmp_path: Path, header: object, data: bytes, message: str
+) -> None:
+    with pytest.raises(ConversionError, match=rf"model\.safetensors: not a readable safetensors file: .*{message}"):
+        HuggingFaceSource(raw_file(tmp_path, header, data))
+
+
+@pytest.mark.parametrize("length", [2**63, 200_000_000, 64])
+def test_a_header_beyond_its_file_is_refused(tmp_path: Path, length: int) -> None:
+    with pytest.raises(ConversionError, match=f"a header of {length} bytes in a file of 10"):
+        HuggingFaceSource(raw_file(tmp_path, b"{}", length=length))
+
+
+def test_a_file_larger_than_memory_opens(tmp_path: Path) -> None:
+    """Sparse, a thousand gigabytes: the header is read, and rows are, but nothing is mapped."""
+    rows, columns = 500_000, 1 << 20
+    header = {"__metadata__": {"format": "pt"}, "a": entry(0, 2 * rows * columns, (rows, columns), "BF16")}
+    raw_file(tmp_path, header)
+    try:
+        with open(tmp_path / "model.safetensors", "r+b") as stream:
+            stream.truncate(8 + len(json.dumps(header)) + 2 * rows * columns)
+    except OSError as error:
+        pytest.skip(f"no sparse file of this size here: {error}")
+    tensor = HuggingFaceSource(tmp_path).tensors["a"]
+    assert tensor.shape == (rows, columns)
+    assert torch.equal(tensor.values(rows - 1, rows), torch.zeros(1, columns, dtype=torch.bfloat16))

@@ -12,15 +12,26 @@ from transformers import (
     BertConfig,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     WhisperConfig,
 )
 
 from ninfer_torch.errors import ConversionError
-from ninfer_torch.models.generic import ModelPlan, logical_name, plan_model, state_dict_name, use_input
+from ninfer_torch.models.generic import (
+    ModelPlan,
+    direct_reasons,
+    expert_banks,
+    logical_name,
+    plan_model,
+    state_dict_name,
+    use_input,
+)
 
 DECODER = {
     "hidden_size": 32,
@@ -42,6 +53,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2-bias": Qwen2Config(**DECODER, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"]),
     "gemma3": Gemma3TextConfig(**DECODER, architectures=["Gemma3ForCausalLM"]),
     "mixtral": MixtralConfig(**DECODER, num_local_experts=3, architectures=["MixtralForCausalLM"]),
+    "gpt-oss": GptOssConfig(**DECODER, num_local_experts=3, architectures=["GptOssForCausalLM"]),
+    "granite-moe": GraniteMoeConfig(**DECODER, num_local_experts=3, architectures=["GraniteMoeForCausalLM"]),
+    "qwen2-moe": Qwen2MoeConfig(
+        **DECODER,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        decoder_sparse_step=1,
+        architectures=["Qwen2MoeForCausalLM"],
+    ),
     "gpt2": GPT2Config(
         n_embd=32, n_layer=1, n_head=4, n_positions=16, vocab_size=40, architectures=["GPT2LMHeadModel"]
     ),
@@ -100,20 +122,26 @@ def test_plan_covers_the_state_dict_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_quantizable_weights_are_those_torch_layers_use(name: str) -> None:
-    """A quantizable name is the weight of a Linear or of the input embedding, judged on a real model by what its
-    forward calls.
+    """A quantizable name is the weight of a Linear, of the input embedding or of experts, judged on a real model by what
+    its forward calls.
     """
     model = real_model(name)
     modules = dict(model.named_modules(remove_duplicate=False))
     for tensor in plan_model(CONFIGS[name]).tensors:
         for n in tensor.names:
             module = modules[n.rpartition(".")[0]]
-            linear = isinstance(module, torch.nn.Linear) and n.endswith(".weight")
+            linear = (
+                isinstance(module, torch.nn.Linear)
+                and n.endswith(".weight")
+                and not n.endswith("shared_expert_gate.weight")
+            )
+            linear |= name in ("mixtral", "granite-moe", "qwen2-moe") and ".experts." in n
             assert (n in tensor.multiplied) == linear
             if tensor.kind == "direct":
-                assert not linear
+                assert not linear or tensor.reason
             else:
                 assert linear or module is model.get_input_embeddings()
+                assert tensor.reason == ""
         if tensor.kind == "head":
             assert modules[tensor.names[0].rpartition(".")[0]] is model.get_output_embeddings()
 
@@ -139,11 +167,61 @@ def test_other_tables_stay_direct() -> None:
     assert gpt2["transformer.wte.weight"] == "embedding" and gpt2["transformer.wpe.weight"] == "direct"
     assert gpt2["transformer.h.0.mlp.c_fc.weight"] == "direct"  # Conv1D: [K, N], not a Linear
     mixtral = kinds(plan_model(CONFIGS["mixtral"]))
-    assert mixtral["model.layers.0.mlp.experts.gate_up_proj"] == "direct"
+    assert mixtral["model.layers.0.mlp.gate.weight"] == "direct"
     bert = kinds(plan_model(CONFIGS["bert"]))
     assert bert["bert.embeddings.position_embeddings.weight"] == "direct"
     whisper = kinds(plan_model(CONFIGS["whisper"]))
     assert whisper["model.encoder.conv1.weight"] == "direct"
+
+
+def test_banks_of_experts_are_linear_and_routers_are_not() -> None:
+    for name in ("mixtral", "granite-moe", "qwen2-moe"):
+        tensors = {tensor.names[0]: tensor for tensor in plan_model(CONFIGS[name]).tensors}
+        banks = [key for key in tensors if ".experts." in key]
+        assert len(banks) == 4
+        for key in banks:
+            assert tensors[key].kind == "linear" and len(tensors[key].shape) == 3 and tensors[key].multiplied == (key,)
+            assert use_input(key) == f"text/{key}/input"
+    gate = tensors["model.layers.1.mlp.shared_expert_gate.weight"]  # an nn.Linear of one row
+    assert gate.kind == "direct" and gate.shape == (1, 32) and gate.multiplied == () and "router" in gate.reason
+    assert tensors["model.layers.1.mlp.shared_expert.down_proj.weight"].kind == "linear"
+
+
+def test_a_router_is_a_linear_layer_beside_experts_with_a_row_for_each() -> None:
+    """By itself or inside a module of its own; another layer of as many rows is none."""
+
+    class Experts(torch.nn.Module):
+        num_experts, is_transposed = 8, False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = torch.nn.Parameter(torch.empty(8, 16, 4))
+            self.down_proj = torch.nn.Parameter(torch.empty(8, 4, 8))
+
+    block = torch.nn.Module()
+    block.experts = Experts()
+    block.router = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+    block.gate, block.other = torch.nn.Linear(4, 8), torch.nn.Linear(4, 6)
+    block.shared = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    model = torch.nn.ModuleDict({"block": block, "outside": torch.nn.Linear(4, 8)})
+    assert set(direct_reasons(model)) == {"block.router.0.weight", "block.gate.weight"}
+    assert expert_banks(model) == {"block.experts.gate_up_proj", "block.experts.down_proj"}
+    block.experts.down_proj = torch.nn.Parameter(torch.empty(4, 8))
+    assert expert_banks(model) == set() and "not known" in direct_reasons(model)["block.experts.gate_up_proj"]
+
+
+def test_banks_that_no_packed_product_follows_say_why_they_stay_direct() -> None:
+    tensors = {tensor.names[0]: tensor for tensor in plan_model(CONFIGS["gpt-oss"]).tensors}
+    banks = {key: tensor for key, tensor in tensors.items() if key.endswith(("gate_up_proj", "down_proj"))}
+    assert len(banks) == 4 and {tensor.kind for tensor in banks.values()} == {"direct"}
+    assert all("[E, K, N]" in tensor.reason for tensor in banks.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_matrix_that_stays_direct_says_why(name: str) -> None:
+    """A report can then account for all weights that a preset leaves alone, a GPT-2's [K, N] layers among them."""
+    for tensor in plan_model(CONFIGS[name]).tensors:
+        assert bool(tensor.reason) == (tensor.kind == "direct" and len(tensor.shape) > 1), tensor.names
 
 
 def test_config_is_complete_json_without_private_members() -> None:
