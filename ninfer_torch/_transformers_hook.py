@@ -1,4 +1,4 @@
-"""The import hook: tells the Transformers integration when a module of Transformers has been imported.
+"""The import hook: tells the Transformers integration when a module of Transformers or PEFT has been imported.
 
 Transformers imports its submodules lazily, so the top name says nothing; each submodule of interest is watched by
 itself. A module imported before `arm` is reported at once. Nothing here imports Transformers or the integration before
@@ -18,6 +18,7 @@ __all__ = ["WATCHED", "arm"]
 
 WATCHED = frozenset(
     {
+        "peft.tuners.tuners_utils",
         "transformers.configuration_utils",
         "transformers.generation.configuration_utils",
         "transformers.modeling_layers",

@@ -22,7 +22,7 @@ from golden import REQUIRE_DATA
 from ninfer_torch.cli import fetch
 from ninfer_torch.errors import ConversionError
 
-_MODEL_FIXTURES = {"smollm2_gguf", "gemma3_gguf"}
+_MODEL_FIXTURES = {"smollm2_gguf", "gemma3_gguf", "minilm_folder"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,3 +53,9 @@ def smollm2_gguf() -> Path:
 def gemma3_gguf() -> Path:
     """Gemma 3 270M as a GGUF file of registered block types (q4_k_m)."""
     return _fetched(fetch.gemma3_gguf)
+
+
+@pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    """all-MiniLM-L6-v2, a sentence encoder, as a Hugging Face folder (float32)."""
+    return _fetched(fetch.minilm_folder)

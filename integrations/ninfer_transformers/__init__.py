@@ -2,8 +2,9 @@
 
 `import ninfer_torch` arms a hook that calls `attach` for Transformers' modules as they are imported; nothing here
 imports Transformers before that. What official extension points reach is done through them: a quantizer (`quantizer`),
-a stub checkpoint (`stub`) and a folder of small files around the artifact (`overlay`). The rest is one thin translation
-of paths (`patch`).
+a stub checkpoint (`stub`), a folder of small files around the artifact (`overlay`) and planes in safetensors (`planes`). The
+rest is one thin translation of paths (`patch`), `save_pretrained` of folders with an artifact (`folders`), and the check that
+PEFT makes before it merges (`adapters`).
 """
 
 from ninfer_transformers.overlay import hub_dir

@@ -21,7 +21,7 @@ from ninfer_torch.models.architectures import architecture_of
 from ninfer_transformers.locate import find_artifact
 from ninfer_transformers.stub import QUANT_METHOD, STUB_NAME, write_stub
 
-__all__ = ["hub_dir", "overlay_of"]
+__all__ = ["clothe", "hub_dir", "overlay_of"]
 
 _COMPONENTS_WITH_FILES = ("text", "vision")
 """Components whose resources are files that Transformers reads: tokenizer, chat template, image processors."""
@@ -84,20 +84,29 @@ def _publish(source: Path, folder: Path) -> None:
 
 
 def _fill(folder: Path, artifact: Artifact, source: Path) -> None:
-    architecture = architecture_of(artifact)
-    _write_json(folder / "config.json", _marked_config(architecture.checkpoint_config(artifact)))
-    write_stub(folder / STUB_NAME, architecture.checkpoint_names(artifact), source.name)
-    for name in _COMPONENTS_WITH_FILES:
-        for role, object_id in artifact.components[name].resources.items() if name in artifact.components else ():
-            if role in RESOURCE_FILES:  # names of data files, none of them a path or code
-                (folder / role).write_bytes(artifact.resource(object_id))
+    clothe(folder, artifact, source.name)
     for name in [source.name, *(record.path for record in artifact.files if record.path is not None)]:
         (folder / name).symlink_to(source.parent / name)
 
 
-def _marked_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def clothe(folder: Path, artifact: Artifact, name: str, notes: Mapping[str, Any] | None = None) -> None:
+    """Write what makes `folder` a checkpoint whose weights are the artifact called `name` in it: config, stub and small
+    files. `notes` are further members of the quantization config.
+    """
+    architecture = architecture_of(artifact)
+    _write_json(folder / "config.json", _marked_config(architecture.checkpoint_config(artifact), notes or {}))
+    write_stub(folder / STUB_NAME, architecture.checkpoint_names(artifact), name)
+    for component in _COMPONENTS_WITH_FILES:
+        for role, object_id in (
+            artifact.components[component].resources.items() if component in artifact.components else ()
+        ):
+            if role in RESOURCE_FILES:  # names of data files, none of them a path or code
+                (folder / role).write_bytes(artifact.resource(object_id))
+
+
+def _marked_config(config: Mapping[str, Any], notes: Mapping[str, Any]) -> dict[str, Any]:
     """The config, and each part of it that a class may take for its own, with the marks of a stub checkpoint."""
-    marks = {"transformers_weights": STUB_NAME, "quantization_config": {"quant_method": QUANT_METHOD}}
+    marks = {"transformers_weights": STUB_NAME, "quantization_config": {**notes, "quant_method": QUANT_METHOD}}
     parts = {name: {**config[name], **marks} for name in ("text_config", "vision_config") if name in config}
     return {**config, **parts, **marks}
 

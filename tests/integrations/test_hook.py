@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ninfer_torch import _transformers_hook
-from ninfer_transformers.attach import LAYERS, REGISTRY
+from ninfer_transformers.attach import LAYERS, REGISTRY, TUNERS
 from ninfer_transformers.overlay import hub_dir
 from ninfer_transformers.patch import PATCHES
 from tiny_models import save_folder, tiny_llama, written_artifact
@@ -139,4 +139,4 @@ def test_without_the_library_an_overlay_fails_loudly(
 
 
 def test_every_watched_module_has_a_purpose() -> None:
-    assert _transformers_hook.WATCHED == {*PATCHES, REGISTRY, LAYERS}
+    assert _transformers_hook.WATCHED == {*PATCHES, REGISTRY, LAYERS, TUNERS}

@@ -285,12 +285,6 @@ def test_quantized_weights_are_frozen(artifact: Path) -> None:
     assert model.hf_quantizer.is_trainable and not model.hf_quantizer.is_qat_trainable
 
 
-def test_plain_save_pretrained_names_the_way_out(artifact: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(artifact)
-    with pytest.raises(UnsupportedOperation, match=r"ninfer_torch\.save"):
-        model.save_pretrained(tmp_path / "folder")
-
-
 def changed(name: str, value: object) -> object:
     def change(entries: dict) -> None:
         if value is None:
