@@ -37,7 +37,13 @@ _HYBRID: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
 }
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4,

@@ -11,6 +11,7 @@ from typing import Any
 
 from ninfer_torch.artifact.journal import journal_path
 from ninfer_torch.cli.progress import byte_bar
+from ninfer_torch.convert.official_recipes import OFFICIAL_RECIPES
 from ninfer_torch.convert.pipeline import convert, plan
 from ninfer_torch.convert.presets import PRESETS
 from ninfer_torch.convert.report import report_path
@@ -24,7 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("output", type=Path, nargs="?", help="the .ninfer file to write; it must not exist")
     parser.add_argument("--preset", choices=PRESETS, help=f"{presets} (default: q4, or direct under a --recipe)")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="a Python file: configure(model, recipe, sources)")
+    parser.add_argument(
+        "--recipe",
+        metavar="FILE|NAME",
+        help=f"a Python file: configure(model, recipe, sources); or an official recipe: {', '.join(OFFICIAL_RECIPES)}",
+    )
+    parser.add_argument(
+        "--official",
+        action="store_true",
+        help="write NInfer's own parameter names and parents, as official recipes do (Qwen3.5 models)",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -68,6 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
         "sources": _named_sources(arguments.sources),
         "name": arguments.name,
         "no_fallback": arguments.no_fallback,
+        "official": arguments.official or None,
     }
     if arguments.plan:
         outline = plan(arguments.source, **choices).outline

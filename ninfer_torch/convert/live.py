@@ -20,11 +20,11 @@ from ninfer_torch.convert.importance import Importance, mean_importance, read_im
 from ninfer_torch.convert.matching import MatchedSource
 from ninfer_torch.convert.methods import Method, custom_method, get_method
 from ninfer_torch.convert.packed_tensors import DIRECT_ENCODINGS
-from ninfer_torch.convert.planning import recipe_model
 from ninfer_torch.convert.presets import PRESETS, Preset, direct_format, format_preset
 from ninfer_torch.convert.recipes import CHECKPOINT, Recipe, RecipeModel, Selection, method_name
 from ninfer_torch.convert.settings import Configure, load_recipe
 from ninfer_torch.convert.source import SourceTensor, UnusedTensor
+from ninfer_torch.convert.views import recipe_model
 from ninfer_torch.errors import ConversionError, FormatError, LayoutError, UnsupportedOperation
 from ninfer_torch.formats import get_format
 from ninfer_torch.layouts import Geometry, encoded_bytes, planes_of

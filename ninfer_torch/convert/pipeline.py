@@ -14,7 +14,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -22,6 +24,7 @@ from ninfer_torch.artifact.journal import Journal
 from ninfer_torch.artifact.writer import ArtifactWriter
 from ninfer_torch.convert.hf_source import HuggingFaceSource
 from ninfer_torch.convert.matching import row_chunks
+from ninfer_torch.convert.official_recipes import IMATRIX, get_official
 from ninfer_torch.convert.planning import ConversionPlan, Task, TaskPiece, plan_conversion
 from ninfer_torch.convert.report import Report, report_path
 from ninfer_torch.convert.resume import fingerprint
@@ -29,7 +32,6 @@ from ninfer_torch.convert.settings import Configure, Setting, load_recipe, parse
 from ninfer_torch.convert.source import Source
 from ninfer_torch.errors import ConversionError
 from ninfer_torch.formats import BlockFloatFormat
-from ninfer_torch.models.generic import COMPONENT
 
 __all__ = ["Progress", "convert", "open_source", "plan"]
 
@@ -86,22 +88,31 @@ def plan(
     sources: Mapping[str, SourceLike] | None = None,
     name: str | None = None,
     no_fallback: bool = False,
+    official: bool | None = None,
 ) -> ConversionPlan:
     """What `convert` with the same arguments will write; nothing is written. `plan(...).outline` is for people.
 
     Raises ConversionError as `convert` does before it creates a file.
     """
-    file_name = "" if recipe is None or callable(recipe) else Path(recipe).name
-    main, others = _opened_sources(source, sources or {})
+    given = dict(sources or {})
+    named = get_official(recipe) if isinstance(recipe, str) and not Path(recipe).exists() else None
+    configure: Configure | None
+    if named is not None:
+        imatrix = given.pop(IMATRIX, None)
+        configure = partial(named.configure, imatrix=None if imatrix is None else Path(cast(str, imatrix)))
+    else:
+        configure = recipe if recipe is None or callable(recipe) else load_recipe(recipe)
+    main, others = _opened_sources(source, given)
     return plan_conversion(
         main,
         preset if preset is not None or recipe is not None else _DEFAULT_PRESET,
-        recipe=recipe if recipe is None or callable(recipe) else load_recipe(recipe),
-        recipe_name=file_name,
+        recipe=configure,
+        recipe_name="" if recipe is None or callable(recipe) else Path(recipe).name,
         settings=[parse_setting(setting) if isinstance(setting, str) else setting for setting in settings],
         sources=others,
         name=name,
         no_fallback=no_fallback,
+        official=named is not None if official is None else official,
     )
 
 
@@ -134,6 +145,7 @@ def convert(
     sources: Mapping[str, SourceLike] | None = None,
     name: str | None = None,
     no_fallback: bool = False,
+    official: bool | None = None,
     artifact_id: str | bytes | None = None,
     max_file_bytes: int | None = None,
     resume: bool = False,
@@ -144,7 +156,9 @@ def convert(
     `source` is a path or a live model (see `open_source`), or a Source. What tensors become is decided by `preset`, a name of PRESETS
     (q4 where there is no recipe, else nothing is quantized at first), then `recipe`, a Python file with
     `configure(model, recipe, sources)` or such a function, then `settings` (`SELECTOR=FORMAT[:METHOD[:NAME=VALUE,...]]`);
-    later ones win. `sources` are further sources that a recipe names; of a GGUF file's model `vision` is its `mmproj` file.
+    later ones win. A recipe may also be the name of an official one (OFFICIAL_RECIPES). `official` writes NInfer's own
+    parameter names, parents and components, which its engine runs, instead of a state dict's names (default: with an
+    official recipe); the model must be of a registered architecture. `sources` are further sources that a recipe names; of a GGUF file's model `vision` is its `mmproj` file.
     `name` is the public model name in the artifact's
     metadata (default: the source's name). With `no_fallback`, block types that preset `gguf` cannot keep are an error
     that lists them. Memory stays bounded by one chunk of rows and the smaller planes of one tensor, whatever the model's
@@ -161,7 +175,14 @@ def convert(
     begin = time.monotonic()
     ArtifactWriter(output, artifact_id=artifact_id, max_file_bytes=max_file_bytes)  # refuses what cannot be, early
     planned = plan(
-        source, preset, recipe=recipe, settings=settings, sources=sources, name=name, no_fallback=no_fallback
+        source,
+        preset,
+        recipe=recipe,
+        settings=settings,
+        sources=sources,
+        name=name,
+        no_fallback=no_fallback,
+        official=official,
     )
     identity = artifact_id.hex() if isinstance(artifact_id, bytes) else (artifact_id or "").lower()
     with ExitStack() as stack:
@@ -200,7 +221,8 @@ def _declare(writer: ArtifactWriter, planned: ConversionPlan) -> None:
     outline = planned.outline
     writer.metadata = {"name": outline.name}
     writer.provenance = dict(outline.provenance)
-    writer.component(COMPONENT, planned.config, resources={entry.name: entry.object for entry in outline.resources})
+    for name, component in planned.components.items():
+        writer.component(name, component.config, target=component.target, resources=component.resources)
     for entry in outline.resources:
         writer.resource(entry.object, planned.resources[entry.name])
     for task in planned.tasks:

@@ -6,32 +6,35 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ninfer_torch.convert.importance import Importance, mean_importance, read_importance
-from ninfer_torch.convert.matching import MatchedSource, match_source
+from ninfer_torch.convert.matching import MatchedSource
 from ninfer_torch.convert.methods import Method, custom_method, get_method
-from ninfer_torch.convert.presets import direct_format, get_preset, is_plain
-from ninfer_torch.convert.recipes import CHECKPOINT, Parameter, Parent, Piece, Recipe, RecipeModel, Selection
+from ninfer_torch.convert.presets import get_preset, is_plain
+from ninfer_torch.convert.recipes import CHECKPOINT, Parent, Piece, Recipe, RecipeModel, Selection
 from ninfer_torch.convert.report import Outline, ResourceEntry, TensorEntry
 from ninfer_torch.convert.settings import Configure, Setting, public_arguments
 from ninfer_torch.convert.source import InputFold, Source, SourceTensor
+from ninfer_torch.convert.views import PlannedComponent, generic_view, official_view, planned_components
 from ninfer_torch.errors import ConversionError, LayoutError
 from ninfer_torch.formats import BlockFloatFormat, DirectFormat, Format, get_format
 from ninfer_torch.layouts import TILE_ROWS, Plane, encoded_bytes, planes_of
-from ninfer_torch.models.generic import COMPONENT, ModelPlan, logical_name, plan_model, use_input
 from ninfer_torch.versions import __version__
 
-__all__ = ["ConversionPlan", "PlannedUse", "Task", "TaskPiece", "plan_conversion", "recipe_model"]
+__all__ = ["ConversionPlan", "PlannedUse", "Task", "TaskPiece", "plan_conversion"]
 
 BindingParts = str | tuple[tuple[str, int, int], ...]
 """What `ArtifactWriter.bind` takes: an object id, or (object id, begin, end) in elements."""
 
 Planes = tuple[torch.Tensor, ...]
+
+_FOLDED_LIKE = {"text/token_embedding": "text/output_head"}
+"""A table without a use, which is stored for the transformed inputs of another parameter (spec/container.md 7)."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class ConversionPlan:
     """Everything that a conversion writes but its bytes."""
 
     outline: Outline
-    config: Mapping[str, Any]
+    components: Mapping[str, PlannedComponent]
     tasks: tuple[Task, ...]
     bindings: Mapping[str, BindingParts]
     uses: tuple[PlannedUse, ...]
@@ -148,19 +151,6 @@ class ConversionPlan:
     def weight_bytes(self) -> int:
         """Encoded bytes of all objects."""
         return sum(task.bytes for task in self.tasks)
-
-
-def recipe_model(plan: ModelPlan) -> RecipeModel:
-    """A model as recipes see it: every state-dict name is a parameter."""
-    parameters = {}
-    for planned in plan.tensors:
-        names = [logical_name(name) for name in planned.names]
-        for name in planned.names:
-            own = logical_name(name)
-            inputs = (use_input(name),) if name in planned.multiplied else ()
-            twins = tuple(twin for twin in names if twin != own)
-            parameters[own] = Parameter(own, planned.shape, planned.kind, inputs, twins, planned.reason)
-    return RecipeModel(plan.architecture, MappingProxyType(plan.config), MappingProxyType(parameters))
 
 
 def plan_conversion(
@@ -173,21 +163,19 @@ def plan_conversion(
     sources: Mapping[str, Source] | None = None,
     name: str | None = None,
     no_fallback: bool = False,
+    official: bool = False,
 ) -> ConversionPlan:
     """What a conversion will write, decided by a preset, then a recipe, then settings; later ones win.
 
-    `sources` are further ones that a recipe may name. Reads headers, and one row of every tensor. Raises ConversionError
+    With `official`, parameters have NInfer's own names and pack as it packs them; else a state dict's. `sources` are further ones that a recipe may name. Reads headers, and one row of every tensor. Raises ConversionError
     for whatever is wrong with names, shapes, encodings, recipes or methods, naming what is at fault.
     """
     if CHECKPOINT in (sources or {}):
         raise ConversionError(f"{CHECKPOINT!r} is the name of the main source; name the other one differently")
     get_preset(preset) if preset is not None else None
-    plan = plan_model(source.config())
-    matched = {CHECKPOINT: match_source(plan, source)}
-    matched |= {key: match_source(plan, other, complete=False) for key, other in (sources or {}).items()}
-    model = recipe_model(plan)
-    formats = {key: direct_format(tensor.encoding) for key, tensor in matched[CHECKPOINT].tensors.items()}
-    edited = Recipe(model, {name: formats[name] for name in model.parameters}, matched)
+    view = (official_view if official else generic_view)(source, sources or {})
+    model, matched = view.model, view.matched
+    edited = Recipe(model, view.formats, matched, partial(_divisor, matched))
     for configure in (get_preset(preset).configure if preset is not None else None, recipe):
         if configure is not None:
             configure(model, edited, MappingProxyType(matched))
@@ -200,23 +188,29 @@ def plan_conversion(
     bindings = _bindings(model, owners, tasks)
     uses = _uses(edited, owners, tasks)
     resources = source.resources()
+    components = planned_components(view, resources)
     title = " + ".join(filter(None, (preset and get_preset(preset).name, recipe_name or (recipe and "recipe"))))
     outline = Outline(
         name=name or source.name,
         preset=title,
-        architecture=plan.architecture,
+        architecture=model.architecture,
         provenance=_provenance(title, source, sources or {}, settings),
         tensors=tuple(_entry(task, model) for task in tasks),
-        resources=tuple(ResourceEntry(role, _resource_id(role), len(data)) for role, data in resources.items()),
+        resources=tuple(
+            ResourceEntry(role, object_id, len(resources[role]))
+            for component in components.values()
+            for role, object_id in component.resources.items()
+        ),
         unused=tuple(unused for found in matched.values() for unused in found.unused),
         uses=len(uses),
         settings=tuple(map(str, settings)),
     )
-    return ConversionPlan(outline, plan.config, tasks, bindings, uses, resources)
+    return ConversionPlan(outline, components, tasks, bindings, uses, resources)
 
 
-def _resource_id(role: str) -> str:
-    return f"resource/{COMPONENT}/{role}"
+def _divisor(matched: Mapping[str, MatchedSource], source: str, name: str) -> float | None:
+    tensor = matched[source].tensors.get(name)
+    return None if tensor is None else tensor.divisor
 
 
 def _provenance(
@@ -374,7 +368,7 @@ def _folds(recipe: Recipe, owners: Mapping[str, str], tasks: Sequence[Task]) -> 
     used = {parameter for parameter, _ in recipe.uses}
     for name, owner in owners.items():
         found = folds[owner]
-        if found is not None and name not in used:
+        if found is not None and not used & {name, _FOLDED_LIKE.get(name)}:
             raise ConversionError(
                 f"{name!r} has no use that could state {found.role}; take its values instead of its words"
             )

@@ -52,6 +52,8 @@ class Preset:
                 f"preset {self.name} needs a {self.source_kind} source, found a {main.kind} source ({main.name})"
             )
         for parameter in model.parameters.values():
+            if parameter.kind == "direct" and is_plain(main.tensors[parameter.name].encoding):
+                continue  # it has its direct format already
             chosen = select(self, parameter.kind, main.tensors[parameter.name])
             recipe.assign(
                 parameter.name,

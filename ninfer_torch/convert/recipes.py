@@ -166,11 +166,19 @@ class Parent:
 class Recipe:
     """The selections of a model, edited by the operations of spec/conversion.md 8; later calls win.
 
-    `formats` gives the direct format of every parameter, `sources` the names of what may be read.
+    `formats` gives the direct format of every parameter, `sources` the names of what may be read, `divisors` the nvfp4
+    divisor of a (source, parameter) where it is known.
     """
 
-    def __init__(self, model: RecipeModel, formats: Mapping[str, str], sources: Iterable[str] = (CHECKPOINT,)) -> None:
+    def __init__(
+        self,
+        model: RecipeModel,
+        formats: Mapping[str, str],
+        sources: Iterable[str] = (CHECKPOINT,),
+        divisors: Callable[[str, str], float | None] = lambda source, name: None,
+    ) -> None:
         self.model = model
+        self._divisor = divisors
         self.uses: dict[tuple[str, str], UseSetting] = {
             (name, input): UseSetting() for name, parameter in model.parameters.items() for input in parameter.inputs
         }
@@ -356,7 +364,10 @@ class Recipe:
             return False
         selections = [self._selections[name] for name in group]
         built_in = all(len(found) == 1 and isinstance(found[0].method, str) for found in selections)
-        return built_in and len({found[0].recipe_key for found in selections}) == 1
+        if not built_in or len({found[0].recipe_key for found in selections}) > 1:
+            return False
+        known = {self._divisor(found[0].source, name) for name, found in zip(group, selections, strict=True)}
+        return selections[0][0].format != "nvfp4" or (len(known) == 1 and None not in known)
 
     def _check_group(self, group: Sequence[str], free: Sequence[str]) -> None:
         where = f"group {', '.join(group)}"

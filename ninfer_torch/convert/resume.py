@@ -24,7 +24,8 @@ def fingerprint(plan: ConversionPlan, paths: Iterable[str | os.PathLike[str]], l
     """
     digest = hashlib.sha256()
     uses = [dataclasses.asdict(use) for use in plan.uses]
-    described = [plan.outline.to_dict(), dict(plan.config), dict(plan.bindings), uses, limit]
+    components = {name: [dict(c.config), c.target, dict(c.resources)] for name, c in plan.components.items()}
+    described = [plan.outline.to_dict(), components, dict(plan.bindings), uses, limit]
     digest.update(json.dumps(described, sort_keys=True).encode())
     for task in plan.tasks:
         for name, value in task.arguments.items():
