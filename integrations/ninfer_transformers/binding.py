@@ -141,12 +141,22 @@ def _listed(names: Iterable[str]) -> str:
     return (", ".join(names[:_LISTED]) or "none") + more
 
 
+def _cuts_patches(module: torch.nn.Module) -> bool:
+    """Whether a convolution takes each value once, so that it is a product with a matrix (`PatchKernel`)."""
+    if not isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d):
+        return False
+    whole = module.groups == 1 and set(module.dilation) == {1} and set(module.padding) == {0}
+    return whole and tuple(module.stride) == tuple(module.kernel_size)
+
+
 def _check_layer(model: PreTrainedModel, artifact: Artifact, name: str, assembly: Assembly) -> None:
     module_name, _, leaf = name.rpartition(".")
     module = model.get_submodule(module_name)
     if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and leaf == "weight":
         return
     if len(assembly.shape) == 3 and name in expert_banks(model):
+        return
+    if leaf == "weight" and _cuts_patches(module):
         return
     object_id = next(
         part.object
@@ -156,7 +166,7 @@ def _check_layer(model: PreTrainedModel, artifact: Artifact, name: str, assembly
     )
     raise UnsupportedOperation(
         f"{artifact.path}: parameter {name!r} of a {type(module).__name__} is bound to object {object_id!r} of format "
-        f"{artifact.objects[object_id].format}; only the weights of nn.Linear and nn.Embedding, and "  # type: ignore[union-attr]
-        "banks of experts stored [E, N, K], stay quantized. Convert this parameter to bf16 or fp32, or read its values with "
+        f"{artifact.objects[object_id].format}; only the weights of nn.Linear and nn.Embedding, "  # type: ignore[union-attr]
+        "of convolutions that cut an image into patches, and banks of experts stored [E, N, K], stay quantized. Convert this parameter to bf16 or fp32, or read its values with "
         f"open_artifact(path).dequantize_parameter({assembly.parameter.sources[0].name!r})"
     )

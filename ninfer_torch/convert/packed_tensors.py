@@ -13,7 +13,7 @@ from ninfer_torch.layouts import block_scale_rows
 from ninfer_torch.tensors import NinferTensor, PackedTensor
 from ninfer_torch.tensors.transformed import TransformedInput
 
-__all__ = ["DIRECT_ENCODINGS", "packed_source"]
+__all__ = ["DIRECT_ENCODINGS", "FOLD_DTYPES", "packed_source"]
 
 DIRECT_ENCODINGS = {
     torch.bfloat16: "bf16",
@@ -27,10 +27,7 @@ DIRECT_ENCODINGS = {
 }
 """Encoding of the numbers of a plain tensor. Eight-bit words are somebody's quantization, not numbers."""
 
-_FOLD_DTYPES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "input_columns": lambda vector: vector.to(torch.int32),
-    "hadamard_signs": lambda vector: vector.to(torch.bfloat16),
-}
+FOLD_DTYPES: Mapping[str, torch.dtype] = {"input_columns": torch.int32, "hadamard_signs": torch.bfloat16}
 """A transform's vector as an artifact stores it, by its role."""
 
 Load = Callable[[], NinferTensor]
@@ -47,7 +44,7 @@ def packed_source(name: str, load: Load, origin: str = "", activation_divisor: f
     shape = tuple(whole.shape)
     weight, fold = whole, None
     if isinstance(whole, TransformedInput) and isinstance(whole.weight, PackedTensor):
-        weight, fold = whole.weight, InputFold(whole.role, _FOLD_DTYPES[whole.role](whole.vector.cpu()))
+        weight, fold = whole.weight, InputFold(whole.role, whole.vector.cpu().to(FOLD_DTYPES[whole.role]))
 
     def values(begin: int, end: int) -> torch.Tensor:
         return _rows(load(), begin, end).dequantize().detach().cpu()

@@ -97,11 +97,16 @@ def plan_parameter(artifact: Artifact, parameter: ModelParameter, shape: tuple[i
             f"{artifact.path}: parameter {sources[0].name!r} is bound to object {quantized[0].id!r} of format "
             f"{quantized[0].format}; it is no projection and must be stored as bf16 or fp32"
         )
-    columns = (sources[0].shape or (1,))[-1]
+    columns = _columns(sources[0].shape or (1,))
     packed = bool(quantized) or any(fold.role for fold in folds)
     segments = tuple(_segments(artifact, parameter, sources, ranges, folds, columns)) if packed else None
     packed_bytes = sum(_share(artifact, part) for parts in ranges for part in parts)
     return Assembly(parameter, shape, columns, _narrowest(uses), ranges, segments, packed_bytes)
+
+
+def _columns(shape: tuple[int, ...]) -> int:
+    """K of a matrix, of a bank of matrices, or of a kernel [N, channels, *extents], each of whose N filters is a row."""
+    return math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
 
 
 def _tensor(artifact: Artifact, object_id: str) -> TensorObject:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 import ninfer_torch
+import official_models
 from ninfer_torch.errors import ConversionError, UnsupportedOperation
 from ninfer_torch.tensors import NinferTensor
 from tiny_models import CHAT_TEMPLATE, prompt_ids, save_folder, tiny_llama, tiny_tokenizer, written_artifact
@@ -79,6 +80,35 @@ def test_small_files_come_from_the_tokenizer_or_the_loaded_artifact(tmp_path: Pa
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
         assert tokenizer.decode(tokenizer("Hi")["input_ids"]) == "Hi" and tokenizer.chat_template == CHAT_TEMPLATE
         assert GenerationConfig.from_pretrained(tmp_path / name).max_new_tokens == new_tokens
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("name", official_models.RECIPES)
+def test_composed_weights_keep_their_words(tmp_path: Path, name: str, folder: bool) -> None:
+    """A model of NInfer's own artifact is saved under its state dict's names: rows of several objects, transforms, kernels."""
+    configs, recipe = official_models.RECIPES[name]
+    written = official_models.write_model(tmp_path / "official.ninfer", configs, recipe)
+    auto = AutoModelForImageTextToText if "vision" in configs else AutoModelForCausalLM
+    first = auto.from_pretrained(written.path, dtype=torch.float32)
+    if folder:
+        first.save_pretrained(tmp_path / "again")
+        again = tmp_path / "again"
+    else:
+        again = ninfer_torch.save(first, tmp_path / "again.ninfer")
+    second = auto.from_pretrained(again, dtype=torch.float32)
+    found = dict(second.named_parameters())
+    assert found.keys() == dict(first.named_parameters()).keys()
+    for key, weight in first.named_parameters():
+        if isinstance(weight, NinferTensor):
+            other = found[key]
+            assert isinstance(other, NinferTensor) and type(other) is type(weight), key
+            assert set(other.formats) == set(weight.formats) and other.policy == weight.policy, key
+            assert torch.equal(other.dequantize(), weight.dequantize()), key
+        else:
+            assert torch.equal(found[key], weight), key
+    ids = prompt_ids() % configs["text"]["vocab_size"]
+    with torch.no_grad():
+        assert torch.equal(first(ids).logits, second(ids).logits)
 
 
 def test_files_are_cut_at_the_limit(tmp_path: Path) -> None:
