@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -377,3 +378,17 @@ def test_a_config_of_another_size_is_refused(written: Any) -> None:
     path = written("groupwise").path
     with pytest.raises(LayoutError, match=r"'embed_tokens.weight' has shape \[97, 128\] in the model"):
         AutoModelForCausalLM.from_pretrained(path, vocab_size=97)
+
+
+def test_processors_come_from_the_artifact() -> None:
+    """Images need Pillow, which the tests' plots bring; videos, and the processor of all kinds, need torchvision."""
+    path = golden("ninfer", "models", "qwen3_5_vision_mtp", "groupwise.ninfer")
+    images = transformers.AutoImageProcessor.from_pretrained(path)
+    assert (images.patch_size, images.temporal_patch_size, images.merge_size) == (4, 2, 2)
+    if importlib.util.find_spec("torchvision") is None:
+        with pytest.raises((ImportError, ValueError), match="[Tt]orchvision"):
+            transformers.AutoProcessor.from_pretrained(path)
+        return
+    processor = transformers.AutoProcessor.from_pretrained(path)
+    assert processor.image_processor.patch_size == 4 and processor.tokenizer("a")["input_ids"]
+    assert transformers.AutoVideoProcessor.from_pretrained(path).patch_size == 4
