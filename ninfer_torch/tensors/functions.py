@@ -9,13 +9,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from ninfer_torch.errors import UnsupportedOperation
 from ninfer_torch.tensors.base import FUNCTIONS, NinferTensor, refusal
 
 
 def check_dtype(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
-    """Activations must have the weight's compute dtype, as with a dense layer; autocast casts them itself."""
+    """Activations must have the weight's compute dtype, as with a dense layer; autocast casts them itself. Tangents of
+    forward mode, which the operators would drop, are refused.
+    """
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise UnsupportedOperation(
+            f"{name}: products with quantized weights have no forward-mode derivative; use reverse mode, or dequantize() the "
+            "weight"
+        )
     if not x.is_floating_point():
         raise UnsupportedOperation(f"{name}: a quantized weight multiplies floating activations, found {x.dtype}")
     if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):

@@ -14,6 +14,7 @@ from ninfer_torch.layouts import join_rows
 from ninfer_torch.tensors import functions
 from ninfer_torch.tensors.base import OPERATORS, NinferTensor, refusal
 from ninfer_torch.tensors.packed import PackedTensor
+from ninfer_torch.tensors.staged import move
 from ninfer_torch.tensors.transposed import TransposedTensor
 
 aten = torch.ops.aten
@@ -54,7 +55,7 @@ def _to_copy(
         weight.dtype,
     )  # words are the same in every compute dtype: share what stays in place
     return _each_plane(
-        weight, lambda plane: plane.to(device=device, non_blocking=non_blocking, copy=not only_cast), dtype
+        weight, lambda plane: move(plane, device, non_blocking=non_blocking, copy=not only_cast), dtype
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ninfer_torch.errors import UnsupportedOperation
 from ninfer_torch.kernels import fallback
@@ -77,6 +80,45 @@ def test_modes_give_the_same_words(format: str) -> None:
         assert torch.equal(module(x), expected)
     with torch.inference_mode():
         assert torch.equal(module(x), expected)
+
+
+class _Seen(TorchDispatchMode):
+    """The operators that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_products_pass_the_one_door_without_gradients_too() -> None:
+    """Without gradients autograd is passed by, and nothing else: modes see the operator, autocast casts."""
+    module, x = layer(random_weight("q4_g64_fp16", 64, 128)), torch.randn(3, 128)
+    expected = module(x)
+    with torch.no_grad():
+        with _Seen() as seen:
+            found = module(x)
+        assert "ninfer.linear.default" in seen.names and torch.equal(found, expected)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert module(x).dtype == torch.bfloat16
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert module(mode.from_tensor(x)).shape == expected.shape
+        per_row = torch.func.vmap(lambda row: row * 2)(x)
+        assert torch.equal(module(per_row), module(x * 2))
+        x.requires_grad_()
+        assert not module(x).requires_grad
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_forward_mode_is_refused_rather_than_wrong(gradients: bool) -> None:
+    module, x = layer(random_weight("q4_g64_fp16", 64, 128)), torch.randn(3, 128)
+    with torch.set_grad_enabled(gradients), torch.autograd.forward_ad.dual_level():
+        assert module(x).shape == (3, 64)
+        with pytest.raises(UnsupportedOperation, match=r"forward-mode.*dequantize\(\)"):
+            module(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 @pytest.mark.parametrize("format", QUANTIZED)
