@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ninfer_torch.convert.logical_parts import multiplied_parts, spelled
 from ninfer_torch.errors import ConversionError
-from ninfer_torch.models.generic import logical_name
+from ninfer_torch.models.generic import logical_name, state_dict_name
 
 __all__ = ["calibrate"]
 
@@ -36,7 +38,8 @@ class _ChannelSquares:
 def calibrate(
     model: Any, windows: Iterable[torch.Tensor], progress: TokenProgress | None = None
 ) -> dict[str, torch.Tensor]:
-    """The importance float32 [K] of every linear weight of a Transformers model, by logical name.
+    """The importance float32 [K] of every linear weight of a Transformers model, by logical name: the state dict's, and
+    for a registered architecture NInfer's own beside it, so that either kind of artifact finds it.
 
     `windows` are token ids [1, n], run one after the other without a cache. A linear layer that no token reaches (an
     expert that is never chosen) has no entry. Raises ConversionError where no layer is reached, and for activations that
@@ -57,7 +60,17 @@ def calibrate(
     for name, vector in vectors.items():
         if not bool(vector.isfinite().all()):
             raise ConversionError(f"the activations of {name!r} are not finite")
-    return vectors
+    return vectors | _under_own_names(model, vectors)
+
+
+def _under_own_names(model: Any, vectors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same vectors by NInfer's names: every part of a fused matrix has its inputs."""
+    config = copy.copy(model.config)
+    config.architectures = [type(model).__name__]
+    parts = multiplied_parts(config)
+    return {
+        own: vector.clone() for name, vector in vectors.items() for own in parts.get(spelled(state_dict_name(name)), ())
+    }
 
 
 @contextmanager

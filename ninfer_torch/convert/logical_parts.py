@@ -22,7 +22,7 @@ from ninfer_torch.models.architectures import ARCHITECTURES
 from ninfer_torch.models.base import ModelParameter
 from ninfer_torch.models.qwen3_5 import Qwen3_5
 
-__all__ = ["LogicalSource", "logical_tensors", "split_source"]
+__all__ = ["LogicalSource", "logical_tensors", "multiplied_parts", "spelled", "split_source"]
 
 _DRAFT_STEM: Mapping[str, str] = {
     "layers.0.eh_proj.weight": "mtp.fc.weight",
@@ -55,7 +55,7 @@ def logical_tensors(source: Source) -> LogicalSource:
     config = source.config()
     architecture = _architecture(config)
     configs = architecture.component_configs(config.to_dict())
-    stored = {_spelled(name): tensor for name, tensor in source.tensors.items()}
+    stored = {spelled(name): tensor for name, tensor in source.tensors.items()}
     if "mtp" in configs and not any(name.startswith("mtp.") for name in stored):
         del configs["mtp"]  # a class in memory leaves the draft layer of its checkpoint aside
     if configs["text"]["tie_word_embeddings"] and _HEAD not in stored and _EMBEDDING in stored:
@@ -75,6 +75,20 @@ def logical_tensors(source: Source) -> LogicalSource:
     return LogicalSource(architecture, configs, tensors, (*source.unused, *left))
 
 
+def multiplied_parts(config: Any) -> dict[str, tuple[str, ...]]:
+    """Checkpoint name of every matrix of a registered architecture -> its logical parameters; empty for another one."""
+    try:
+        architecture = _architecture(config)
+    except ConversionError:
+        return {}
+    configs = architecture.component_configs(config.to_dict())
+    return {
+        _stored_name(parameter): tuple(source.name for source in parameter.sources)
+        for parameter in architecture.parameters_of(configs, configs)
+        if all(source.inputs for source in parameter.sources)
+    }
+
+
 def _architecture(config: Any) -> Qwen3_5:
     names = list(getattr(config, "architectures", None) or ["an unnamed class"])
     for architecture in ARCHITECTURES.values():
@@ -85,8 +99,8 @@ def _architecture(config: Any) -> Qwen3_5:
     raise ConversionError(f"{names[0]} has no logical parameters here; known are {', '.join(ARCHITECTURES)}")
 
 
-def _spelled(name: str) -> str:
-    """A stored name as the class around text and vision spells it."""
+def spelled(name: str) -> str:
+    """A checkpoint's name as the class around text and vision spells it."""
     if name.startswith(("model.language_model.", "model.visual.")) or not name.startswith("model."):
         return name
     return f"model.language_model.{name.removeprefix('model.')}"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -239,6 +240,13 @@ def _tasks(recipe: Recipe, owners: Mapping[str, str], matched: Mapping[str, Matc
         task = Task(f"weight/{index:06d}", pieces, parent.selection, method, arguments, tuple(names))
         _check_encodable(task)
         tasks.append(task)
+    for path, table in tables.items():
+        if recipe.model.parameters.keys().isdisjoint(table):
+            known = ", ".join(list(table)[:3])
+            raise ConversionError(
+                f"{Path(path).name}: none of its {len(table)} entries ({known}, ...) names a parameter of this "
+                f"{recipe.model.architecture}; expected names such as {next(iter(recipe.model.parameters))!r}"
+            )
     return tuple(tasks)
 
 

@@ -12,9 +12,10 @@ from ninfer_torch.convert.calibrate import calibrate
 from ninfer_torch.convert.importance import read_importance, write_importance
 from ninfer_torch.convert.language import load_model
 from ninfer_torch.convert.methods import quantize
-from ninfer_torch.convert.pipeline import convert
+from ninfer_torch.convert.pipeline import convert, plan
 from ninfer_torch.convert.recipes import Recipe
 from ninfer_torch.errors import ConversionError
+from tiny_families import tiny_family
 from tiny_models import save_folder, tiny_llama
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -102,6 +103,45 @@ def test_a_conversion_weighs_its_errors_by_the_file(tmp_path: Path) -> None:
             expected = quantize(state[name], "q4_g64_fp16", "grouped_search", importance=mean)
             assert torch.equal(artifact.parameter(name).dequantize(), expected.dequantize())
     assert str(tmp_path) not in report.to_json() and "importance.safetensors" in report.to_json()
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5 moe"])
+def test_an_official_recipe_finds_what_was_calibrated(tmp_path: Path, family: str) -> None:
+    """NInfer's names stand beside the state dict's: each part of a fused matrix has the inputs of the whole."""
+    model = tiny_family(family)
+    model.save_pretrained(tmp_path / "m")
+    vectors = calibrate(model, some_windows())
+    fused = vectors["text/model.layers.1.self_attn.q_proj.weight"]
+    for part in ("query", "gate"):
+        assert torch.equal(vectors[f"text/layers/1/attention/{part}"], fused)
+    assert torch.equal(
+        vectors["text/layers/0/gdn/value"], vectors["text/model.layers.0.linear_attn.in_proj_qkv.weight"]
+    )
+    write_importance(tmp_path / "i.safetensors", vectors, "text")
+    recipe = "qwen3_8_27b_imatrix" if family == "qwen3.5" else None
+    setting = f"text/layers/*/attention/output=q5_g64_fp16:grouped_search:imatrix={tmp_path / 'i.safetensors'}"
+    planned = plan(
+        tmp_path / "m",
+        recipe=recipe,
+        sources={"imatrix": tmp_path / "i.safetensors"} if recipe else None,
+        preset=None if recipe else "q5",
+        settings=[] if recipe else [setting],
+        official=True,
+    )
+    (task,) = [task for task in planned.tasks if task.names == ("text/layers/1/attention/output",)]
+    assert torch.equal(task.arguments["importance"], vectors["text/layers/1/attention/output"])
+
+
+def test_a_matrix_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Equal weights without a word would look like a success."""
+    folder = save_folder(tmp_path / "m", tiny_llama())
+    write_importance(tmp_path / "i.safetensors", {"text/layers/0/mlp/up": torch.ones(64)}, "text")
+    setting = f"*_proj.weight=q4_g64_fp16:grouped_search:imatrix={tmp_path / 'i.safetensors'}"
+    with pytest.raises(
+        ConversionError, match=r"i\.safetensors: none of its 1 entries .*text/layers/0/mlp/up.* names a parameter"
+    ):
+        convert(folder, tmp_path / "m.ninfer", settings=[setting])
+    assert not (tmp_path / "m.ninfer").exists()
 
 
 def test_importance_of_another_width_is_refused(tmp_path: Path) -> None:
