@@ -8,9 +8,10 @@ python benchmarks/kernel_report.py --formats q4_g64_fp16,nvfp4 --targets sm_90  
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,12 +104,19 @@ ELSEWHERE = KINDS[1:3]
 """Decode and prefill: what is compiled in the other dtypes and for the other targets."""
 
 
+def _required(target: str, dtypes: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Dtype, and operation and kernel, of what every format has for a target."""
+    for dtype in dtypes if target == "sm_90" else dtypes[:1]:
+        for kind in KINDS if (target, dtype) == ("sm_90", "bf16") else ELSEWHERE:
+            yield dtype, kind
+
+
 def matrix(formats: list[str], target: str, dtypes: list[str]) -> Iterator[Variant]:
     """The kernels of one target, format by format."""
     for format in formats:
-        for dtype in dtypes if target == "sm_90" else dtypes[:1]:
+        for dtype, kinds in itertools.groupby(_required(target, dtypes), key=lambda required: required[0]):
             last = {(variant.operation, variant.launch.kernel): variant for variant in variants(format, dtype, target)}
-            for kind in KINDS if (target, dtype) == ("sm_90", "bf16") else ELSEWHERE:
+            for _, kind in kinds:
                 yield last[kind]
 
 
@@ -121,7 +129,13 @@ def inspect(variant: Variant) -> Row:
 
 
 def problems(rows: list[list[str]]) -> Iterator[str]:
-    """Rules broken by the cells of a report's rows."""
+    """Rules broken by the cells of a whole report's rows."""
+    yield from broken(rows)
+    yield from missing(rows)
+
+
+def broken(rows: list[list[str]]) -> Iterator[str]:
+    """Rules broken by the cells of any rows."""
     for format, target, dtype, kernel, _, stack, shared, per_weight, _, marks in rows:
         where = f"{format} {target} {dtype} {kernel}"
         decode = "small_m" in kernel
@@ -135,10 +149,17 @@ def problems(rows: list[list[str]]) -> Iterator[str]:
             budget = BUDGETS[format]
             if per_weight == "-" or float(per_weight) > budget:
                 yield f"{where}: {per_weight} lane-instructions per weight, expected at most {budget}"
-    for name in _quantized():
-        kinds = {row[3].split()[0] for row in rows if row[0] == name}
-        if not kinds >= {operation for operation, _ in KINDS}:
-            yield f"{name}: kernels only for {', '.join(sorted(kinds)) or 'nothing'}"
+
+
+def missing(
+    rows: list[list[str]], targets: Iterable[str] = tuple(TARGETS), dtypes: Sequence[str] = tuple(DTYPES)
+) -> Iterator[str]:
+    """What a report of the targets and dtypes lacks: a kernel of one format, for one target, in one dtype each."""
+    found = {(format, target, dtype, *kernel.split()[:2]) for format, target, dtype, kernel, *_ in rows}
+    for format, target in itertools.product(_quantized(), targets):
+        for dtype, (operation, kernel) in _required(target, dtypes):
+            if (format, target, dtype, operation, kernel) not in found:
+                yield f"{format} {target} {dtype}: no kernel {operation} {kernel}"
 
 
 def _quantized() -> list[str]:
@@ -204,7 +225,8 @@ def main() -> int:
         if whole:
             write(rows, f"{', '.join(targets[:done])}; {', '.join(dtypes)}", digest)
     print(f"{len(rows)} kernels in {time.monotonic() - start:.0f} s", file=sys.stderr)
-    found = [item for item in problems(read_rows("\n".join(map(str, rows)))) if whole or "kernels only" not in item]
+    written = read_rows("\n".join(map(str, rows)))
+    found = [*broken(written), *(missing(written, targets, dtypes) if whole else ())]
     print("\n".join(found), file=sys.stderr)
     return 1 if found else 0
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ninfer_torch.cli import calibrate, compare, convert, demo, generate, inspect, upgrade
+from ninfer_torch.cli import calibrate, compare, convert, demo, generate, inspect, tune, upgrade
 from ninfer_torch.errors import NinferError
 from ninfer_torch.versions import __version__, show_versions
 
@@ -21,6 +21,7 @@ _COMMANDS: dict[str, ModuleType] = {
     "upgrade": upgrade,
     "generate": generate,
     "demo": demo,
+    "tune": tune,
 }
 
 

@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 
+from ninfer_torch.cli.progress import byte_bar
+from ninfer_torch.tensors import NinferTensor
+from ninfer_torch.tensors.staged import reporting
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -56,6 +60,23 @@ def answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, *, raw:
     return Answer(tokenizer.decode(new, skip_special_tokens=True), new.numel(), seconds)
 
 
+def place(model: Any, device: str) -> Any:
+    """The model on `device`; a bar shows the quantized bytes that have arrived on a card."""
+    if torch.device(device).type != "cuda":
+        return model.to(device)
+    weights = [weight for weight in model.parameters() if isinstance(weight, NinferTensor)]
+    total, done = sum(plane.nbytes for weight in weights for plane in weight.planes.values()), 0
+    with byte_bar(f"to {device}") as show:
+
+        def report(count: int) -> None:
+            nonlocal done
+            done += count
+            show(done, total)
+
+        with reporting(report):
+            return model.to(device)
+
+
 def run(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,6 +86,6 @@ def run(arguments: argparse.Namespace) -> None:
         raise FileNotFoundError(f"{arguments.model}: no such file or folder")
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(arguments.device)
+    model = place(AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype), arguments.device)
     found = answer(model, tokenizer, arguments.prompt, arguments.max_new_tokens, raw=arguments.raw)
     print(f"[{found.tokens} tokens, {found.tokens_per_second:.2f} tokens/s]")

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from ninfer_torch.errors import NinferError, UnsupportedOperation
+from ninfer_torch.tensors.staged import move
 from ninfer_torch.versions import __version__
 
 __all__ = ["FUNCTIONS", "OPERATORS", "NinferTensor", "mark_parameter", "new_wrapper", "refusal"]
@@ -133,7 +134,7 @@ class NinferTensor(torch.Tensor):
 
     def placed(self, device: Any, dtype: torch.dtype) -> NinferTensor:
         """The same words on `device`, computing in `dtype`; planes that are there already are shared, unread."""
-        return self.map_planes(lambda plane: plane.to(device), dtype=dtype)
+        return self.map_planes(lambda plane: move(plane, device), dtype=dtype)
 
     # Values and products. Activations of any floating dtype: the door has checked it against the compute dtype.
 

@@ -54,9 +54,7 @@ def _to_copy(
         None,
         weight.dtype,
     )  # words are the same in every compute dtype: share what stays in place
-    return _each_plane(
-        weight, lambda plane: move(plane, device, non_blocking=non_blocking, copy=not only_cast), dtype
-    )
+    return _each_plane(weight, lambda plane: move(plane, device, non_blocking=non_blocking, copy=not only_cast), dtype)
 
 
 def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> torch.Tensor:

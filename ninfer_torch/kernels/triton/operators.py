@@ -19,10 +19,11 @@ from ninfer_torch.errors import UnsupportedOperation
 from ninfer_torch.kernels import fallback
 from ninfer_torch.kernels.triton import block_float, gguf_i, gguf_k, gguf_plain, grouped, row_float  # noqa: F401
 from ninfer_torch.kernels.triton.dense import rows_kernel
-from ninfer_torch.kernels.triton.launch import Launch, choose, splits_of
+from ninfer_torch.kernels.triton.launch import Launch, splits_of
 from ninfer_torch.kernels.triton.small_m import reduce_kernel, small_m_kernel
 from ninfer_torch.kernels.triton.tiled import backward_kernel, permute_kernel, tiled_kernel
 from ninfer_torch.kernels.triton.tiles import TILES, TileDecoder
+from ninfer_torch.kernels.tuning import Card, choose, enabled
 
 __all__ = ["OPERATORS"]
 
@@ -88,6 +89,19 @@ def _architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def card_of(device: torch.device) -> Card:
+    """The card that stored launches belong to."""
+    from ninfer_torch.kernels.triton.offline import source_hash
+
+    return Card(torch.cuda.get_device_name(device), _architecture(device), source_hash())
+
+
+@functools.cache
+def _place(device: torch.device) -> tuple[int, Card | None]:
+    """Architecture, and the card where its stored launches count."""
+    return _architecture(device), card_of(device) if device.type == "cuda" and enabled() else None
+
+
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -129,7 +143,7 @@ def _rows(
 ) -> torch.Tensor:
     if out.numel() == 0:
         return out
-    launch = launch or choose("rows", matrix.decoder.family, torch.float32, count, _architecture(out.device))
+    launch = launch or choose("rows", matrix.decoder.family, torch.float32, count, *_place(out.device))
     grid = (triton.cdiv(count, launch.block_n), matrix.steps(launch.block_u))
     with _on(out.device):
         rows_kernel[grid](
@@ -241,7 +255,7 @@ def linear(
     rows = _matrix_of(x, matrix.columns, "linear")
     out = x.new_empty((rows.shape[0], matrix.rows))
     if out.numel():
-        launch = choose("linear", matrix.decoder.family, x.dtype, rows.shape[0], _architecture(x.device))
+        launch = choose("linear", matrix.decoder.family, x.dtype, rows.shape[0], *_place(x.device))
         _product(out, rows, matrix, bias, launch)
     return out.reshape(*x.shape[:-1], matrix.rows)
 
@@ -263,7 +277,7 @@ def expert_linear(
 
 def _expert_launch(operation: str, matrix: Matrix, x: torch.Tensor, offsets: torch.Tensor) -> Launch:
     rows = triton.cdiv(x.shape[0], offsets.numel())
-    return choose(operation, matrix.decoder.family, x.dtype, rows, _architecture(x.device))
+    return choose(operation, matrix.decoder.family, x.dtype, rows, *_place(x.device))
 
 
 def _gradient(
@@ -291,7 +305,7 @@ def linear_backward(grad: torch.Tensor, planes: Planes, format: str, geometry: S
     rows = _matrix_of(grad, matrix.rows, "linear_backward")
     out = grad.new_empty((rows.shape[0], matrix.columns))
     if out.numel():
-        launch = choose("backward", matrix.decoder.family, grad.dtype, rows.shape[0], _architecture(grad.device))
+        launch = choose("backward", matrix.decoder.family, grad.dtype, rows.shape[0], *_place(grad.device))
         _gradient(out, rows, matrix, launch, None)
     return out.reshape(*grad.shape[:-1], matrix.columns)
 

@@ -23,6 +23,7 @@ from golden import golden, load_tensors
 from golden_objects import read_objects
 from ninfer_torch.errors import UnsupportedOperation
 from ninfer_torch.formats import FORMATS, GgufFormat
+from ninfer_torch.kernels.measuring import CudaTimer
 from ninfer_torch.kernels.reference import decode
 from ninfer_torch.kernels.triton import operators
 from ninfer_torch.kernels.triton.launch import Launch
@@ -35,6 +36,7 @@ from ninfer_torch.kernels.triton.operators import (
     linear,
     linear_backward,
 )
+from ninfer_torch.kernels.tuning import RANGES, candidates
 from ninfer_torch.layouts import Geometry, encoded_bytes, gather_rows, planes_of, slice_rows, split_planes
 from quantized import FAMILIES, QUANTIZED, check_a16, random_weight
 
@@ -295,3 +297,28 @@ def test_float64_takes_the_reference() -> None:
     x = activations(2, 64).double()
     y = linear(x, *weight.call[:3], None, "A16Only")
     assert torch.equal(y, x @ weight.dequantize().double().t())
+
+
+# What `ninfer-torch tune` times
+
+
+@pytest.mark.parametrize("operation", ["linear", "expert_linear"])
+def test_every_candidate_that_is_timed_computes_the_product(operation: str) -> None:
+    timer, weights = CudaTimer(torch.device("cpu"), n=48, k=512), {}
+
+    def planes(format: str, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+        weights[shape] = random_weight(format, *shape, seed=2)
+        return tuple(weights[shape].planes.values())
+
+    timer._planes = planes
+    for within in RANGES[operation]:
+        rows = min(within.rows, 17)
+        for launch in candidates(operation, "grouped", torch.float16, within, 120):
+            torch.manual_seed(3)
+            out = timer.product(operation, "grouped", torch.float16, rows, launch)()
+            torch.manual_seed(3)
+            ((shape, weight),) = weights.items()
+            x = torch.randn(out.shape[0], shape[1], dtype=torch.float16)
+            banks = weight.dequantize().double().reshape(-1, 48, 512)
+            expected = torch.bmm(x.double().reshape(len(banks), rows, 512), banks.transpose(1, 2)).reshape(out.shape)
+            assert (out.double() - expected).norm() <= 2e-3 * expected.norm(), launch

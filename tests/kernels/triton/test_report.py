@@ -44,5 +44,28 @@ def test_broken_rules_are_found(script: ModuleType) -> None:
     assert "shared memory" in found(decode, 6, str(1 << 20))
     assert "lane-instructions per weight" in found(decode, 7, "99.00")
     assert "where exactness is promised" in found(values, 9, "fma.rn.f32")
-    without = [row for row in rows if row[0] != "nvfp4"]
-    assert "nvfp4: kernels only for nothing" in script.problems(without)
+
+
+def test_one_kernel_fewer_is_found(script: ModuleType) -> None:
+    """A report needs every kernel of every format for every target: a doctored one lacks a single line."""
+    rows = script.read_rows(script.REPORT.read_text(encoding="utf-8"))
+
+    def without(*start: str) -> list[str]:
+        kept = [row for row in rows if not (row[:3] == [*start[:3]] and row[3].startswith(start[3]))]
+        assert len(kept) == len(rows) - 1
+        return list(script.problems(kept))
+
+    for format, target, dtype, kernel in (
+        ("q4_g64_fp16", "sm_90", "bf16", "linear small_m"),
+        ("q4_g64_fp16", "sm_90", "fp32", "linear tiled"),
+        ("gguf_q4_k", "gfx942", "bf16", "linear tiled"),
+        ("fp8_e4m3fn_row_bf16", "sm_120", "bf16", "linear small_m"),
+        ("nvfp4", "sm_90", "bf16", "expert_linear small_m"),
+        ("nvfp4", "sm_90", "bf16", "backward backward"),
+        ("nvfp4", "sm_90", "bf16", "rows rows"),
+    ):
+        assert without(format, target, dtype, kernel) == [f"{format} {target} {dtype}: no kernel {kernel}"]
+    other_target = [row for row in rows if row[:2] != ["t2_g128_fp16", "sm_80"]]
+    assert len(list(script.problems(other_target))) == 2
+    other_format = [row for row in rows if row[0] != "nvfp4"]
+    assert len(list(script.problems(other_format))) == len(rows) - len(other_format) == 17
