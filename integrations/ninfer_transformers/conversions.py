@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
@@ -13,6 +14,7 @@ from ninfer_torch.convert.live import LiveWeight
 from ninfer_torch.errors import ArtifactError, ConversionError
 from ninfer_torch.tensors import NinferTensor
 from ninfer_transformers.planes import PLAIN, Description, part_names, rebuild_weight, stored_names
+from ninfer_transformers.sharding import local_shard
 from ninfer_transformers.stub import STUB_DTYPE
 
 __all__ = ["BindParameter", "QuantizeOnLoad", "RebuildPlanes", "plane_converters"]
@@ -47,15 +49,18 @@ class BindParameter(ConversionOps):
         tensor = self.tensors.pop(name, None)
         if tensor is None:
             return {}  # a tied name: Transformers ties it after the load
-        [[empty]] = input_dict.values()
-        dtype = empty.dtype
-        if (
-            dtype == STUB_DTYPE
-        ):  # not cast, or cast to what the model has; releases before 5.18 do not cast renamed entries
-            dtype = model.get_parameter_or_buffer(name).dtype
+        parameter = model.get_parameter_or_buffer(name)
+        dtype: torch.dtype | None = None
+        if isinstance(parameter, DTensor):  # the loader has cut the stub's tensor, which is empty, into nothing
+            tensor, device = local_shard(tensor, parameter), torch.device(parameter.device_mesh.device_type)
+        else:
+            [[empty]] = input_dict.values()
+            device, dtype = empty.device, empty.dtype
+        if dtype in (None, STUB_DTYPE):
+            dtype = parameter.dtype  # not cast, or cast to what the model has; before 5.18 renamed entries are not cast
         if isinstance(tensor, NinferTensor):
-            return {name: [torch.nn.Parameter(tensor.placed(empty.device, dtype), requires_grad=False)]}
-        return {name: [tensor.to(device=empty.device, dtype=tensor.dtype if name in self.kept else dtype)]}
+            return {name: [torch.nn.Parameter(tensor.placed(device, dtype), requires_grad=False)]}
+        return {name: [tensor.to(device=device, dtype=tensor.dtype if name in self.kept else dtype)]}
 
 
 class RebuildPlanes(ConversionOps):

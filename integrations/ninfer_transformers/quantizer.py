@@ -27,6 +27,7 @@ from ninfer_transformers.binding import BoundParameter, bind_parameters, untie_s
 from ninfer_transformers.conversions import BindParameter, QuantizeOnLoad, plane_converters
 from ninfer_transformers.experts import use_packed_experts
 from ninfer_transformers.planes import PLAIN, Description, flatten_state_dict, read_descriptions
+from ninfer_transformers.sharding import ShardPlan
 from ninfer_transformers.stub import artifact_beside
 
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ def _renamings(model: PreTrainedModel, artifact: Artifact) -> list[Any]:
     ]
 
 
+def _refuse_shards(distributed: Any, what: str) -> None:
+    if distributed is not None:
+        raise UnsupportedOperation(
+            f"{what} is not sharded over processes; save it as a .ninfer file and load that with a tp_plan, or use device_map"
+        )
+
+
 def _check_rebuilt(model: PreTrainedModel, described: Mapping[str, Description]) -> None:
     """Raise ArtifactError where planes have been taken for a weight: loaders allow quantized weights any shape."""
     left = [
@@ -87,6 +95,7 @@ class NinferQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._bound: dict[str, BoundParameter] = {}
         self._described: Mapping[str, Description] | None = None
+        self._shards: ShardPlan | None = None
         self._names: list[str] = []
         self._planned: dict[str, LiveWeight] = {}
         self._renamings: list[Any] = []
@@ -126,15 +135,15 @@ class NinferQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         """Bind every parameter while the model is on the meta device; what is wrong with the records is said here."""
-        if getattr(model.config, "distributed_config", None) is not None:
-            raise UnsupportedOperation(
-                "tensors of a .ninfer artifact are not sharded over processes; load with device_map instead"
-            )
+        distributed = getattr(model.config, "distributed_config", None)
         if not self.pre_quantized:
+            _refuse_shards(distributed, "a model that is quantized while it loads")
             return self._plan_recipe(model)
         files = kwargs["checkpoint_files"]
         self._described = read_descriptions(files)
+        self._shards = None if distributed is None else ShardPlan(model, distributed)
         if self._described is not None:
+            _refuse_shards(distributed, "a folder of planes")
             self._names = list(model.state_dict())
             use_packed_experts(model, self._described.keys() & {name for name, _ in model.named_parameters()})
             return model
@@ -184,6 +193,8 @@ class NinferQuantizer(HfQuantizer):
             return weight_conversions  # a dense checkpoint's own; or asked after the load, for an adapter's sake
         with open_artifact(self.artifact_path) as artifact:
             tensors = {name: bound.read(artifact) for name, bound in self._bound.items()}
+        if self._shards is not None:
+            self._shards.check(tensors)
         operation = BindParameter(tensors, frozenset(name for name, b in self._bound.items() if b.keeps_dtype))
         leaves = {name.rpartition(".")[2] for name in self._bound}
         return self._renamings + [WeightConverter(f"{leaf}$", leaf, [operation]) for leaf in sorted(leaves)]
@@ -194,7 +205,7 @@ class NinferQuantizer(HfQuantizer):
             _check_rebuilt(model, self._described)
         if self._bound:
             setattr(model, _IGNORED, self._ignored)
-        self._bound, self._described, self._planned, self._renamings = {}, None, {}, []
+        self._bound, self._described, self._planned, self._renamings, self._shards = {}, None, {}, [], None
         model._weight_conversions = []  # type: ignore[assignment]
         parts = [getattr(model.config, name, None) for name in model.config.sub_configs]
         for config, marks in [(model.config, _MARKS[:1]), *((part, _MARKS) for part in parts)]:
