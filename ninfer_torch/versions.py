@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TextIO
@@ -40,14 +41,24 @@ def _cpu_kernels() -> str:
     folder = Path(__file__).parent / "kernels" / "cpu"
     for suffix in EXTENSION_SUFFIXES:
         if (folder / f"_native{suffix}").is_file():
-            return f"native (_native{suffix})"
+            return f"native (_native{suffix}), {_instruction_set()}"
     return "reference (no native kernels in this installation)"
+
+
+def _instruction_set() -> str:
+    """What the native kernels compute with, and what this processor could run."""
+    if os.environ.get("NINFER_TORCH_CPU") == "reference":
+        return "set aside by NINFER_TORCH_CPU=reference"
+    native = sys.modules.get("ninfer_torch.kernels.cpu.native")
+    if native is None:
+        return "not loaded"
+    return f"{native.used()} (this processor runs {', '.join(native.instruction_sets())})"
 
 
 def versions() -> dict[str, str]:
     """What this process runs on, one line of text per component, in the order of a report.
 
-    Versions of other libraries are read from their installed metadata: the report imports nothing.
+    Versions of other libraries are read from their installed metadata: none of them is imported for the report.
     """
     return {
         "ninfer_torch": f"{__version__} ({Path(__file__).parent})",

@@ -66,7 +66,20 @@ def test_native_kernels_are_reported_only_where_they_are(monkeypatch, tmp_path):
     native = tmp_path / "kernels" / "cpu" / f"_native{EXTENSION_SUFFIXES[-1]}"
     native.parent.mkdir(parents=True)
     native.touch()
-    assert reported()["cpu kernels"] == f"native ({native.name})"
+    assert reported()["cpu kernels"].startswith(f"native ({native.name}), ")
+
+
+def test_the_instruction_set_in_use_is_named(monkeypatch):
+    native = pytest.importorskip("ninfer_torch.kernels.cpu.native")
+    before = native.used()
+    try:
+        for name in native.instruction_sets():
+            native.use(name)
+            assert f"), {name} (this processor runs scalar" in reported()["cpu kernels"]
+    finally:
+        native.use(before)
+    monkeypatch.setenv("NINFER_TORCH_CPU", "reference")
+    assert reported()["cpu kernels"].endswith("set aside by NINFER_TORCH_CPU=reference")
 
 
 def test_the_default_is_standard_output(capsys):

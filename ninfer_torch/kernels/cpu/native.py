@@ -29,6 +29,7 @@ __all__ = [
     "linear",
     "linear_backward",
     "use",
+    "used",
 ]
 
 INSTRUCTION_SETS = ("scalar", "avx2", "avx512")
@@ -63,6 +64,11 @@ def use(name: str | None = None) -> str:
         )
     _isa = INSTRUCTION_SETS.index(name)
     return name
+
+
+def used() -> str:
+    """The instruction set that computes now."""
+    return INSTRUCTION_SETS[_isa]
 
 
 _isa = 0
