@@ -37,18 +37,20 @@ class ShardPlan:
         self.ranks: int = config.tp_size or (distributed.get_world_size() if distributed.is_initialized() else 1)
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise a NinferError, naming the parameter, for a quantized weight that cannot be cut as the plan says."""
+        """Raise a NinferError, naming the parameter, for a weight that cannot be cut as the plan says."""
         for name, tensor in tensors.items():
             style = self._style(name)
-            if style is None or not isinstance(tensor, NinferTensor) or style in _WHOLE:
+            if style is None or style in _WHOLE:
                 continue
-            if style not in (*_ROWS, *_COLUMNS) or tensor.dim() != 2:
+            packed = isinstance(tensor, NinferTensor)
+            if style not in (*_ROWS, *_COLUMNS) or (packed and tensor.dim() != 2):
                 raise UnsupportedOperation(
-                    f"parameter {name!r} {list(tensor.shape)} is quantized, and tensor parallelism would cut it by style "
-                    f"{style!r}; known for quantized matrices are {', '.join((*_ROWS, *_COLUMNS))}. Load this model with "
+                    f"parameter {name!r} {list(tensor.shape)} is {'quantized' if packed else 'dense'}, and tensor parallelism would "
+                    f"cut it by style {style!r}; known are {', '.join((*_ROWS, *_COLUMNS))}. Load this model with "
                     "device_map, or leave the module out of tp_plan"
                 )
-            self._check_cut(name, tensor, 0 if style in _ROWS else 1)
+            if isinstance(tensor, NinferTensor):
+                self._check_cut(name, tensor, 0 if style in _ROWS else 1)
 
     def _check_cut(self, name: str, tensor: NinferTensor, axis: int) -> None:
         extent = tensor.shape[axis]

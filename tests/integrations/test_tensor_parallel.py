@@ -122,9 +122,10 @@ def test_hybrid_layers_and_stacked_weights_are_cut_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fused_expert_banks_are_refused_by_name(tmp_path: Path) -> None:
-    save(tmp_path, "qwen3.5 moe", "q8", shared_expert_intermediate_size=64)
-    expected = "UnsupportedOperation: parameter 'model.layers.0.mlp.experts.gate_up_proj' [4, 80, 64] is quantized"
+@pytest.mark.parametrize(("preset", "what"), [("q8", "quantized"), ("direct", "dense")])
+def test_fused_expert_banks_are_refused_by_name(tmp_path: Path, preset: str, what: str) -> None:
+    save(tmp_path, "qwen3.5 moe", preset, shared_expert_intermediate_size=64)
+    expected = f"UnsupportedOperation: parameter 'model.layers.0.mlp.experts.gate_up_proj' [4, 80, 64] is {what}"
     for report in run_ranks(tmp_path):
         assert report["error"].startswith(expected) and "device_map" in report["error"]
 
