@@ -8,7 +8,6 @@ from ninfer_transformers.adapters import attach_adapters
 from ninfer_transformers.folders import attach_saving
 from ninfer_transformers.mtp import attach_mtp
 from ninfer_transformers.patch import apply_patches, patching_disabled
-from ninfer_transformers.stub import QUANT_METHOD
 
 __all__ = ["LAYERS", "REGISTRY", "TUNERS", "attach"]
 
@@ -37,10 +36,7 @@ def attach(module: ModuleType) -> None:
 
 
 def _register_quantizer(registry: ModuleType) -> None:
-    """Through the official extension points; a second call changes nothing."""
-    from ninfer_transformers.config import NinferConfig
-    from ninfer_transformers.quantizer import NinferQuantizer
+    from ninfer_transformers import quantizer
 
-    if QUANT_METHOD not in registry.AUTO_QUANTIZER_MAPPING:
-        registry.register_quantization_config(QUANT_METHOD)(NinferConfig)
-        registry.register_quantizer(QUANT_METHOD)(NinferQuantizer)
+    if hasattr(quantizer, "register"):  # else its own imports brought the registry in; it registers at its end
+        quantizer.register(registry)

@@ -24,16 +24,17 @@ from ninfer_torch.models.base import module_prefixes
 from ninfer_torch.tensors import NinferTensor
 from ninfer_transformers.adoption import make_dense
 from ninfer_transformers.binding import BoundParameter, bind_parameters, untie_separate_weights
+from ninfer_transformers.config import NinferConfig
 from ninfer_transformers.conversions import BindParameter, QuantizeOnLoad, plane_converters
 from ninfer_transformers.experts import use_packed_experts
 from ninfer_transformers.planes import PLAIN, Description, flatten_state_dict, read_descriptions
 from ninfer_transformers.sharding import ShardPlan
-from ninfer_transformers.stub import artifact_beside
+from ninfer_transformers.stub import QUANT_METHOD, artifact_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["NinferQuantizer"]
+__all__ = ["NinferQuantizer", "register"]
 
 _MARKS = ("transformers_weights", "quantization_config")
 """Members by which an overlay marks a config and its parts; the second stays where the model is the quantized one."""
@@ -240,3 +241,15 @@ class NinferQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """True: weights go through operators that torch.compile knows."""
         return True
+
+
+def register(registry: Any) -> None:
+    """Through the official extension points of `transformers.quantizers.auto`; a second call changes nothing."""
+    if QUANT_METHOD not in registry.AUTO_QUANTIZER_MAPPING:
+        registry.register_quantization_config(QUANT_METHOD)(NinferConfig)
+        registry.register_quantizer(QUANT_METHOD)(NinferQuantizer)
+
+
+_registry = sys.modules.get("transformers.quantizers.auto")
+if hasattr(_registry, "register_quantizer"):  # imported above, before there was a class to register
+    register(_registry)

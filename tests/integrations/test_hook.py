@@ -52,6 +52,15 @@ assert "class PreTrainedModel" in inspect.getsource(sys.modules["transformers.mo
 print("done")
 """
 
+QUANTIZER_FIRST = """
+from ninfer_transformers.quantizer import NinferQuantizer
+from ninfer_transformers.config import NinferConfig
+from transformers.quantizers import auto
+assert auto.AUTO_QUANTIZER_MAPPING["ninfer"] is NinferQuantizer
+assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["ninfer"] is NinferConfig
+print("done")
+"""
+
 UNPATCHED = """
 import sys
 import ninfer_torch
@@ -124,6 +133,11 @@ def run(script: str, argument: object, cache: Path, **environment: str) -> str:
 @pytest.mark.parametrize("script", [TRANSFORMERS_FIRST, NINFER_FIRST], ids=["transformers first", "ninfer_torch first"])
 def test_either_order_of_import(artifact: Path, tmp_path: Path, script: str) -> None:
     assert run(script, artifact, tmp_path).endswith("done\n")
+
+
+@pytest.mark.parametrize("first", ["", "import ninfer_torch\n", "import transformers.quantizers\n"])
+def test_the_quantizer_may_be_imported_by_itself(tmp_path: Path, first: str) -> None:
+    assert run(first + QUANTIZER_FIRST, "", tmp_path).endswith("done\n")
 
 
 def test_no_patch_leaves_transformers_alone_and_hub_dir_works(artifact: Path, tmp_path: Path) -> None:
