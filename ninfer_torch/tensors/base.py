@@ -229,7 +229,12 @@ class NinferTensor(torch.Tensor):
         )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        raise refusal("numpy", (self,), "call dequantize().numpy() for values, planes[name].numpy() for words")
+        raise refusal(
+            "numpy",
+            (self,),
+            "call dequantize().numpy() for values, planes[name].numpy() for words; instead of accelerate's offload to a disk, "
+            "load the .ninfer file with a device_map: what that puts on 'disk' stays in the mapped file",
+        )
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refusal("__dlpack__", (self,), "export the planes one by one, or dequantize() first")
