@@ -73,6 +73,28 @@ def test_a_loaded_dtype_is_that_of_the_computation(family: str, dtype: torch.dty
         assert model(prompt()).logits.dtype == dtype
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "qwen3.5 moe"])
+def test_what_a_class_keeps_in_float32_is_kept(
+    family: str, dtype: torch.dtype, strict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same parameters as of a dense checkpoint, packed ones among them: their words stay, their compute dtype follows."""
+    source = packed_model(family)
+    member = "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules"
+    monkeypatch.setattr(type(source), member, ["down_proj", "norm"])
+    ninfer_torch.save(source, tmp_path / "m.ninfer")
+    tiny_family(family).save_pretrained(tmp_path / "dense")
+    model, dense = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype) for name in ("m.ninfer", "dense")
+    )
+    check_words(model, words(source))
+    kept = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert kept == {name: parameter.dtype for name, parameter in dense.named_parameters()}
+    wide = {name for name, found in kept.items() if found == torch.float32}
+    assert any("down_proj" in name for name in wide) == (strict or dtype != torch.bfloat16)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast_multiplies_in_its_dtype(family: str) -> None:
     model = packed_model(family)
