@@ -158,13 +158,18 @@ def check_equal(format: str, ours: torch.Tensor, peers: Calls) -> None:
             raise RuntimeError(f"{format}: the results of {name} and ours differ by {difference:.3f}")
 
 
-def measure(ggml: Ggml | None, format: str, x: torch.Tensor, rows: int, common: Calls, bandwidth: float) -> list[dict[str, Any]]:
+def measure(
+    ggml: Ggml | None, format: str, x: torch.Tensor, rows: int, common: Calls, bandwidth: float
+) -> list[dict[str, Any]]:
     activations, columns = x.shape
     peers, blocks = ggml_peers(ggml, format, rows, columns, x) if ggml else ({}, None)
     if blocks is None:
         weights = [random_weight(format, rows, columns) for _ in range(COPIES)]
     else:
-        weights = [wrapped(format, rows, columns, [torch.from_numpy(blocks.copy())]) for _ in range(COPIES)]
+        same = torch.from_numpy(blocks)
+        weights = [
+            wrapped(format, rows, columns, [same.clone()]) for _ in range(COPIES)
+        ]  # in pages of the same size as the rest
     calls: Calls = {}
     for name, policy in POLICIES.items():
         uses = [weight.with_policy(policy) for weight in weights]
@@ -235,7 +240,10 @@ def main() -> None:
     threads = arguments.threads or ((1,) if arguments.quick else (1, 2))
     activations = arguments.m or ((1,) if arguments.quick else (1, 8, 128))
     ggml = find_ggml()
-    print(f"linear of {IMPLEMENTATIONS['linear'].__module__}; {ggml.name if ggml else 'no ggml is installed'}", file=sys.stderr)
+    print(
+        f"linear of {IMPLEMENTATIONS['linear'].__module__}; {ggml.name if ggml else 'no ggml is installed'}",
+        file=sys.stderr,
+    )
     records: list[dict[str, Any]] = []
     with torch.inference_mode(), tqdm(total=len(threads) * len(activations) * len(formats)) as bar:
         for count in threads:

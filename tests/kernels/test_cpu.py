@@ -28,11 +28,15 @@ FLOATS_ONLY = ("fp8_e4m3fn_row_bf16", "fp8_e4m3fn_row_fp16")
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in native.instruction_sets():
         pytest.skip(f"this processor cannot run {request.param}")
-    before = native.INSTRUCTION_SETS[native._isa]
+    before, units = native.INSTRUCTION_SETS[native._isa], native._MATRIX_UNITS
+    native._MATRIX_UNITS = (
+        False  # many bfloat16 rows run on the vector kernels too; test_dense_tiles.py has the other way
+    )
     torch.manual_seed(0)
     set_activation_precision("policy")  # so that a policy alone decides, for float32 too
     yield native.use(request.param)
     set_activation_precision("auto")
+    native._MATRIX_UNITS = units
     native.use(before)
 
 

@@ -145,7 +145,7 @@ def test_linear_meets_the_criterion(role: str, dtype: torch.dtype, make: Callabl
     weight, plain = make(role)
     weight = weight.to(dtype)
     bias = torch.randn(N).to(dtype)
-    for shape in [(0, K), (1, K), (K,), (17, K), (2, 3, K)]:
+    for shape in [(0, K), (1, K), (K,), (15, K), (2, 3, K)]:
         x = torch.randn(shape).to(dtype)
         y = F.linear(x, weight, bias)
         assert y.dtype == dtype and y.shape == (*shape[:-1], N)

@@ -14,7 +14,7 @@ import torch
 from ninfer_torch.errors import NinferError, UnsupportedOperation
 from ninfer_torch.formats import FORMATS
 from ninfer_torch.kernels import fallback
-from ninfer_torch.kernels.cpu import _native
+from ninfer_torch.kernels.cpu import _native, dense_tiles
 from ninfer_torch.kernels.grids import grid
 from ninfer_torch.kernels.precision import may_quantize
 from ninfer_torch.layouts import Geometry, slice_rows
@@ -121,6 +121,16 @@ def _is_vector(bias: torch.Tensor | None, length: int) -> bool:
     return bias is None or (bias.dtype in _DTYPE and bias.dim() == 1 and bias.shape[0] == length and bias.is_cpu)
 
 
+_MATRIX_UNITS = dense_tiles.matrix_units()
+
+
+def _in_tiles(x: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether a product with activations x [..., K] and a bias of this dtype goes to the processor's matrix units."""
+    if x.dtype != torch.bfloat16 or not (bias is None or bias.dtype == x.dtype):
+        return False
+    return _MATRIX_UNITS and used() == INSTRUCTION_SETS[-1] and x.numel() >= dense_tiles.LEAST_ROWS * x.shape[-1]
+
+
 def linear(
     x: torch.Tensor, planes: Planes, format: str, geometry: Sequence[int], bias: torch.Tensor | None, policy: str
 ) -> torch.Tensor:
@@ -132,6 +142,10 @@ def linear(
     if shape[-1] != columns:
         raise UnsupportedOperation(f"linear: input of shape {list(shape)} does not end in K = {columns}")
     x = x.contiguous()
+    if _in_tiles(x, bias):
+        return dense_tiles.multiply(x.view(-1, columns), planes, format, geometry, bias, dequantize).view(
+            *shape[:-1], rows
+        )
     out = torch.empty((*shape[:-1], rows), dtype=x.dtype)
     bias_at, bias_dtype = 0, 0
     if bias is not None:

@@ -91,12 +91,28 @@ template <class F> NOINLINE void decode_steps(const F& row, int64_t begin, int64
 
 inline void store_values(void* out, int dtype, int64_t at, const float* values, int64_t n) {
   if (dtype == kFloat32) std::memcpy(static_cast<float*>(out) + at, values, size_t(n) * 4);
-  else for (int64_t i = 0; i < n; i++) store_value(out, dtype, at + i, values[i]);
+  else if (dtype == kFloat16) narrow_halves(values, static_cast<uint16_t*>(out) + at, n);
+  else narrow_bfloats(values, static_cast<uint16_t*>(out) + at, n);
+}
+
+// The first half of 2n values interleaved with the second.
+template <int N> INLINE void interleave_halves(const float* values, float* out) {
+  UNROLL for (int i = 0; i < N; i += 8) store_interleaved(out + 2 * i, loadf(values + i), loadf(values + N + i));
 }
 
 template <Order ORDER> void to_natural(const float* decoded, int64_t steps, float* natural) {
-  for (int64_t s = 0; s < steps; s++)
-    for (int p = 0; p < 64; p++) natural[64 * s + column_of(ORDER, p)] = decoded[64 * s + p];
+  for (int64_t s = 0; s < steps; s++, decoded += 64, natural += 64) {
+    if constexpr (ORDER == kEvenOdd) {
+      interleave_halves<32>(decoded, natural);
+    } else {  // planes 0 2 with each other, planes 1 3 likewise, then both
+      alignas(64) float pairs[64];
+      UNROLL for (int i = 0; i < 16; i += 8) {
+        store_interleaved(pairs + 2 * i, loadf(decoded + i), loadf(decoded + 32 + i));
+        store_interleaved(pairs + 32 + 2 * i, loadf(decoded + 16 + i), loadf(decoded + 48 + i));
+      }
+      interleave_halves<32>(pairs, natural);
+    }
+  }
 }
 
 template <class F> void dequantize(const Matrix& m, const int64_t* ids, int64_t first, int64_t last, void* out, int dtype) {

@@ -60,6 +60,12 @@ INLINE Floats subf(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 INLINE Floats mulf(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 INLINE Floats divf(Floats a, Floats b) { return _mm256_div_ps(a, b); }
 INLINE Floats muladd(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+// a0 b0 a1 b1 ... of eight each.
+INLINE void store_interleaved(float* p, Floats a, Floats b) {
+  const __m256 low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+  storef(p, _mm256_permute2f128_ps(low, high, 0x20));
+  storef(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
+}
 INLINE float sumf(Floats a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -238,5 +244,26 @@ INLINE void widen_halves(const uint16_t* p, float* out, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) storef(out + i, _mm256_cvtph_ps(load16(p + i)));
   for (; i < n; i++) out[i] = half_to_float(p[i]);
+}
+INLINE void narrow_halves(const float* p, uint16_t* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(loadf(p + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i < n; i++) out[i] = narrow_half(p[i]);
+}
+// To nearest even; NaN stays NaN by a bit of its own.
+INLINE __m256i bfloat_dwords(Floats v) {
+  const __m256i bits = _mm256_castps_si256(v), last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)), quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+}
+INLINE void narrow_bfloats(const float* p, uint16_t* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m256i words = _mm256_packus_epi32(bfloat_dwords(loadf(p + i)), bfloat_dwords(loadf(p + i + 8)));
+    store32(out + i, _mm256_permute4x64_epi64(words, 0xd8));
+  }
+  for (; i < n; i++) out[i] = float_to_bfloat(p[i]);
 }
 INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -61,6 +61,8 @@ INLINE Floats zerof() { return Floats{}; }
 INLINE Floats splat(float v) { Floats r; EACH(8, r.f[i] = v) return r; }
 INLINE Floats loadf(const float* p) { Floats r; std::memcpy(r.f, p, 32); return r; }
 INLINE void storef(float* p, Floats v) { std::memcpy(p, v.f, 32); }
+// a0 b0 a1 b1 ... of eight each.
+INLINE void store_interleaved(float* p, Floats a, Floats b) { EACH(8, (p[2 * i] = a.f[i], p[2 * i + 1] = b.f[i])) }
 INLINE Floats addf(Floats a, Floats b) { EACH(8, a.f[i] += b.f[i]) return a; }
 INLINE Floats subf(Floats a, Floats b) { EACH(8, a.f[i] -= b.f[i]) return a; }
 INLINE Floats mulf(Floats a, Floats b) { EACH(8, a.f[i] *= b.f[i]) return a; }
@@ -153,3 +155,5 @@ INLINE void widen_halves(const uint16_t* p, float* out, int64_t n) { for (int64_
 INLINE void prefetch(const void*) {}
 
 #undef EACH
+INLINE void narrow_halves(const float* p, uint16_t* out, int64_t n) { for (int64_t i = 0; i < n; i++) out[i] = float_to_half(p[i]); }
+INLINE void narrow_bfloats(const float* p, uint16_t* out, int64_t n) { for (int64_t i = 0; i < n; i++) out[i] = float_to_bfloat(p[i]); }
