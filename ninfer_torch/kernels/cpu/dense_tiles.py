@@ -13,10 +13,13 @@ import torch.nn.functional as F
 
 from ninfer_torch.layouts import Geometry, slice_rows
 
-__all__ = ["LEAST_ROWS", "matrix_units", "multiply"]
+__all__ = ["LEAST_INT8_ROWS", "LEAST_ROWS", "matrix_units", "multiply"]
 
 LEAST_ROWS = 16
-"""Activation rows below which decoding a weight in registers is faster."""
+"""Activation rows below which the vector kernels are faster (`benchmarks/cpu_linear.py`)."""
+
+LEAST_INT8_ROWS = 128
+"""The same where the vector kernels may quantize activations to int8."""
 
 _TILE = 1 << 20
 """Values in a tile: 2 MiB, a share of the second-level cache."""

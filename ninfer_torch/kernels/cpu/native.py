@@ -37,6 +37,7 @@ INSTRUCTION_SETS = ("scalar", "avx2", "avx512")
 
 _GRIDS = ("iq4_nl", "even_signs", "signs", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s")
 _FORMAT = {name: index for index, name in enumerate(name for name, record in FORMATS.items() if record.quantized)}
+_FLOATS_ONLY = {name for name, record in FORMATS.items() if record.family == "row_float"}  # no int8 product
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _tables = [grid(name).contiguous() for name in _GRIDS]  # kept alive here, read by address
@@ -124,11 +125,12 @@ def _is_vector(bias: torch.Tensor | None, length: int) -> bool:
 _MATRIX_UNITS = dense_tiles.matrix_units()
 
 
-def _in_tiles(x: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether a product with activations x [..., K] and a bias of this dtype goes to the processor's matrix units."""
+def _in_tiles(x: torch.Tensor, bias: torch.Tensor | None, int8: bool) -> bool:
+    """Whether a product with activations x [..., K], which may run as `int8`, goes to the processor's matrix units."""
     if x.dtype != torch.bfloat16 or not (bias is None or bias.dtype == x.dtype):
         return False
-    return _MATRIX_UNITS and used() == INSTRUCTION_SETS[-1] and x.numel() >= dense_tiles.LEAST_ROWS * x.shape[-1]
+    least = dense_tiles.LEAST_INT8_ROWS if int8 else dense_tiles.LEAST_ROWS
+    return _MATRIX_UNITS and used() == INSTRUCTION_SETS[-1] and x.numel() >= least * x.shape[-1]
 
 
 def linear(
@@ -142,7 +144,8 @@ def linear(
     if shape[-1] != columns:
         raise UnsupportedOperation(f"linear: input of shape {list(shape)} does not end in K = {columns}")
     x = x.contiguous()
-    if _in_tiles(x, bias):
+    int8 = may_quantize(policy, x.dtype)
+    if _in_tiles(x, bias, int8 and format not in _FLOATS_ONLY):
         return dense_tiles.multiply(x.view(-1, columns), planes, format, geometry, bias, dequantize).view(
             *shape[:-1], rows
         )
@@ -162,7 +165,7 @@ def linear(
         dtype,
         bias_at,
         bias_dtype,
-        may_quantize(policy, x.dtype),
+        int8,
         torch.get_num_threads(),
     )
     return out

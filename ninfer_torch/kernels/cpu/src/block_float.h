@@ -6,7 +6,7 @@ alignas(16) static constexpr uint8_t kE2m1Magnitudes[16] = {0, 1, 2, 3, 4, 6, 8,
 
 struct Nvfp4 {
   static constexpr bool kInt8 = true, kSuper = false, kMinima = false, kSigned = false;
-  static constexpr int kStep = 64, kVectors = 2, kBias = 12;
+  static constexpr int kStep = 64, kVectors = 2, kGroup = 16, kBias = 12;
   static constexpr Order kOrder = kEvenOdd;
   const uint8_t *base, *tiles;
   float row_divisor;

@@ -54,7 +54,7 @@ bool embedding(const Kernels& kernels, const Matrix& w, const int64_t* ids, int6
 class Prepared {
  public:
   Prepared(const Kernels& kernels, const void* x, int64_t m, int64_t columns, int dtype, bool int8, int threads)
-      : sizes_(kernels.sizes(columns, int8)), memory_(bytes(kernels, m, columns, dtype, int8)) {
+      : sizes_(kernels.sizes(columns, m, int8)), memory_(bytes(kernels, m, columns, dtype, int8)) {
     if (in_place(kernels, columns, dtype, int8)) {
       rows.values = static_cast<const float*>(x);
       rows.stride = columns;
@@ -66,10 +66,15 @@ class Prepared {
     rows.scales = take<float>(next, m, sizes_.scales);
     rows.starts = take<int32_t>(next, m, sizes_.starts);
     rows.sums = take<int16_t>(next, m, sizes_.sums);
+    rows.block_scales = take<float>(next, m, sizes_.blocks);
+    rows.group_starts = take<int32_t>(next, m, sizes_.groups);
+    rows.group_sums = take<float>(next, m, sizes_.groups);
     rows.stride = sizes_.values + sizes_.codes;
     rows.scale_stride = sizes_.scales;
     rows.start_stride = sizes_.starts;
     rows.sum_stride = sizes_.sums;
+    rows.block_stride = sizes_.blocks;
+    rows.group_stride = sizes_.groups;
     parallel(worth(m * columns, threads), [&](int part, int parts) {
       const auto [first, last] = share(m, 1, part, parts);
       kernels.prepare(x, dtype, columns, first, last, rows);
@@ -86,7 +91,7 @@ class Prepared {
   int64_t bytes(const Kernels& kernels, int64_t m, int64_t columns, int dtype, bool int8) const {
     if (in_place(kernels, columns, dtype, int8)) return 0;
     return padded(m * sizes_.values * 4) + padded(m * sizes_.codes) + padded(m * sizes_.scales * 4) + padded(m * sizes_.starts * 4) +
-           padded(m * sizes_.sums * 2);
+           padded(m * sizes_.sums * 2) + padded(m * sizes_.blocks * 4) + 2 * padded(m * sizes_.groups * 4);
   }
   template <class T> static T* take(uint8_t*& next, int64_t m, int64_t count) {
     T* taken = count ? reinterpret_cast<T*>(next) : nullptr;

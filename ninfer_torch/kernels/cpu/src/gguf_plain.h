@@ -2,7 +2,7 @@
 
 template <int BYTES, int STEP> struct PlainRow {
   static constexpr bool kInt8 = true, kSuper = false, kMinima = false;
-  static constexpr int kStep = STEP, kVectors = STEP / 32;
+  static constexpr int kStep = STEP, kVectors = STEP / 32, kGroup = 32;
   const uint8_t* blocks;
 
   INLINE PlainRow(const Matrix& m, int64_t n) : blocks(m.planes[0] + n * (m.columns / STEP) * BYTES) {}

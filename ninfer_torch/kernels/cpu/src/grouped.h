@@ -5,6 +5,7 @@
 
 template <int G, int BASE, int HIGH> struct GroupedRow {
   static constexpr bool kInt8 = true, kSuper = false, kMinima = false;
+  static constexpr int kGroup = 32;  // columns under one scale, of the weight or of the activations
   const uint8_t *base, *high, *scales;
 
   INLINE GroupedRow(const Matrix& m, int64_t n) {

@@ -19,6 +19,12 @@ INLINE void store_value(void* y, int dtype, int64_t at, float value) {
   else static_cast<uint16_t*>(y)[at] = float_to_bfloat(value);
 }
 
+inline void store_values(void* out, int dtype, int64_t at, const float* values, int64_t n) {
+  if (dtype == kFloat32) std::memcpy(static_cast<float*>(out) + at, values, size_t(n) * 4);
+  else if (dtype == kFloat16) narrow_halves(values, static_cast<uint16_t*>(out) + at, n);
+  else narrow_bfloats(values, static_cast<uint16_t*>(out) + at, n);
+}
+
 INLINE float load_value(const void* x, int dtype, int64_t at) {
   if (dtype == kFloat32) return static_cast<const float*>(x)[at];
   const uint16_t* word = static_cast<const uint16_t*>(x) + at;
@@ -28,6 +34,13 @@ INLINE float load_value(const void* x, int dtype, int64_t at) {
 INLINE void store_product(const Output& y, int64_t m, int64_t column, float value) {
   if (y.bias) value += load_value(y.bias, y.bias_dtype, column);
   store_value(y.data, y.dtype, m * y.row_stride + column, value);
+}
+
+// Products of activation row m with weight rows of `count` columns of y from `column` on; the values may be changed.
+INLINE void store_products(const Output& y, int64_t m, int64_t column, float* values, int64_t count) {
+  if (y.bias)
+    for (int64_t i = 0; i < count; i++) values[i] += load_value(y.bias, y.bias_dtype, column + i);
+  store_values(y.data, y.dtype, m * y.row_stride + column, values, count);
 }
 
 constexpr int64_t steps_of(int64_t columns, int64_t step) { return (columns + step - 1) / step; }
@@ -89,12 +102,6 @@ template <class F> NOINLINE void decode_steps(const F& row, int64_t begin, int64
   }
 }
 
-inline void store_values(void* out, int dtype, int64_t at, const float* values, int64_t n) {
-  if (dtype == kFloat32) std::memcpy(static_cast<float*>(out) + at, values, size_t(n) * 4);
-  else if (dtype == kFloat16) narrow_halves(values, static_cast<uint16_t*>(out) + at, n);
-  else narrow_bfloats(values, static_cast<uint16_t*>(out) + at, n);
-}
-
 // The first half of 2n values interleaved with the second.
 template <int N> INLINE void interleave_halves(const float* values, float* out) {
   UNROLL for (int i = 0; i < N; i += 8) store_interleaved(out + 2 * i, loadf(values + i), loadf(values + N + i));
@@ -137,6 +144,7 @@ struct StepShape {
   int64_t step;
   int bias;  // of the int32 lanes
   bool super, int8;
+  int group, group_bias;  // of weight rows side by side
 };
 
 // A natural step of the padded row, as floats.
@@ -203,9 +211,7 @@ inline void prepare_super(const float* x, int64_t s, int8_t* codes, float* scale
 }
 
 template <int STEP, Order ORDER>
-INLINE void prepare_step(const float* x, int bias, int64_t s, int8_t* codes, float* scales, int32_t* starts) {
-  int8_t natural[STEP];
-  float block[STEP / 32];
+INLINE void prepare_step(const float* x, int bias, int64_t s, int8_t* codes, float* scales, int32_t* starts, int8_t* natural, float* block) {
   for (int i = 0; i < STEP / 32; i++) block[i] = quantize(x + 32 * i, 32, max_magnitude32(x + 32 * i), true, natural + 32 * i);
   for (int p = 0; p < STEP; p++) codes[p] = natural[column_of(ORDER, p)];
   if constexpr (STEP == 32) scales[s] = block[0];
@@ -219,6 +225,19 @@ INLINE void prepare_step(const float* x, int bias, int64_t s, int8_t* codes, flo
   }
 }
 
+// What the lanes of side-by-side rows need of one step: `codes` in their natural order, the scale of its 32-column blocks.
+inline void prepare_groups(const StepShape& f, const int8_t* codes, const float* scales, int64_t m, int64_t k, const Activations& a) {
+  float* block_scales = const_cast<float*>(a.block_scales) + m * a.block_stride + k / 32;
+  for (int64_t b = 0; b < f.step / 32; b++) block_scales[b] = scales[b];
+  const int64_t at = m * a.group_stride + k / f.group;
+  for (int64_t g = 0; g < f.step / f.group; g++) {
+    int sum = 0;
+    for (int i = 0; i < f.group; i++) sum += codes[g * f.group + i];
+    const_cast<int32_t*>(a.group_starts)[at + g] = -f.group_bias * sum;
+    const_cast<float*>(a.group_sums)[at + g] = scales[g * f.group / 32] * float(sum);
+  }
+}
+
 template <Order ORDER>
 void prepare_codes(const StepShape& f, const void* x, int dtype, int64_t columns, int64_t first, int64_t last, const Activations& a) {
   alignas(64) float natural[256];
@@ -229,10 +248,17 @@ void prepare_codes(const StepShape& f, const void* x, int dtype, int64_t columns
     int16_t* sums = const_cast<int16_t*>(a.sums) + m * a.sum_stride;
     for (int64_t k = 0, s = 0; k < columns; k += f.step, s++) {
       load_step(x, dtype, columns, m, k, f.step, natural);
-      if constexpr (ORDER != kNatural) prepare_step<64, ORDER>(natural, f.bias, s, codes + k, scales, starts);
-      else if (f.super) prepare_super(natural, s, codes + k, scales, sums + 24 * s);
-      else if (f.step == 64) prepare_step<64, kNatural>(natural, f.bias, s, codes + k, scales, starts);
-      else prepare_step<32, kNatural>(natural, f.bias, s, codes + k, scales, starts);
+      int8_t in_order[64];
+      float blocks[8];
+      if constexpr (ORDER != kNatural) {
+        prepare_step<64, ORDER>(natural, f.bias, s, codes + k, scales, starts, in_order, blocks);
+      } else if (f.super) {
+        prepare_super(natural, s, codes + k, scales, sums + 24 * s);
+        std::fill_n(blocks, 8, scales[s]);
+      } else {
+        prepare_step<32, kNatural>(natural, f.bias, s, codes + k, scales, starts, in_order, blocks);
+      }
+      if (a.block_scales) prepare_groups(f, f.super ? codes + k : in_order, blocks, m, k, a);
     }
   }
 }
@@ -241,8 +267,8 @@ void prepare_codes(const StepShape& f, const void* x, int dtype, int64_t columns
 template <class F> constexpr int lane_bias() { return F::kSigned ? (kByteDot ? 128 : 0) : F::kBias; }
 
 template <class F> constexpr StepShape shape_of() {
-  if constexpr (!F::kInt8) return {F::kStep, 0, false, false};
-  else return {F::kStep, F::kSuper ? 0 : lane_bias<F>(), F::kSuper, true};
+  if constexpr (!F::kInt8) return {F::kStep, 0, false, false, 0, 0};
+  else return {F::kStep, F::kSuper ? 0 : lane_bias<F>(), F::kSuper, true, F::kGroup, F::kSigned ? 128 : F::kBias};
 }
 
 template <class F> void prepare(const void* x, int dtype, int64_t columns, int64_t first, int64_t last, const Activations& a) {
@@ -251,12 +277,14 @@ template <class F> void prepare(const void* x, int dtype, int64_t columns, int64
   else prepare_values<F::kOrder>(shape, x, dtype, columns, first, last, a);
 }
 
-template <class F> PreparedSizes sizes(int64_t columns, bool int8) {
+template <class F> PreparedSizes sizes(int64_t columns, int64_t m, bool int8) {
   constexpr StepShape shape = shape_of<F>();
   const int64_t steps = steps_of(columns, shape.step), padded = steps * shape.step;
-  if (!int8 || !shape.int8) return {padded, 0, 0, 0, 0};
-  if (shape.super) return {0, padded, steps, 0, 24 * steps};
-  return {0, padded, shape.step == 32 ? steps : 8 * steps, shape.bias ? 8 * steps : 0, 0};
+  if (!int8 || !shape.int8) return {padded, 0, 0, 0, 0, 0, 0};
+  const bool lanes = kByteDot && m > 1;
+  const int64_t blocks = lanes ? padded / 32 : 0, groups = lanes ? padded / shape.group : 0;
+  if (shape.super) return {0, padded, steps, 0, 24 * steps, blocks, groups};
+  return {0, padded, shape.step == 32 ? steps : 8 * steps, shape.bias ? 8 * steps : 0, 0, blocks, groups};
 }
 
 // Products of one weight row with one activation row, or int8 ones with MB

@@ -1,13 +1,18 @@
 // Blocks of weight rows times blocks of activation rows; included inside the namespace of one instruction set.
 //
 // One activation row: every weight row is decoded in registers and multiplied at once. More: weight rows are decoded once
-// into a tile that stays in the cache, and the activations pass over it.
+// into a tile that stays in the cache, and the activations pass over it; int8 ones over rows side by side (lanes.h) where bytes
+// multiply and accumulate in one instruction.
 
 static constexpr int kTileRows = 16;
 
 template <int MB, class Body> INLINE void over_rows_of(int64_t& m, int64_t end, Body&& body) {
   for (; m + MB <= end; m += MB) body(Index<MB>{}, m);
 }
+
+#if NINFER_VNNI
+#include "lanes.h"
+#endif
 
 template <class F> NOINLINE void one_row_values(const Matrix& w, const Activations& a, int64_t first, int64_t last, int64_t origin,
                                                 int64_t m, const Output& y) {
@@ -162,7 +167,11 @@ template <class F> void multiply(const Matrix& w, const Activations& a, int64_t 
                                  int64_t end, const Output& y) {
   if constexpr (F::kInt8) {
     if (a.codes && end - begin == 1) return one_row_codes<F>(w, a, first, last, origin, begin, y);
+#if NINFER_VNNI
+    if (a.codes) return many_rows_lanes<F>(w, a, first, last, origin, begin, end, y);
+#else
     if (a.codes) return many_rows_codes<F>(w, a, first, last, origin, begin, end, y);
+#endif
   }
   if (end - begin == 1) one_row_values<F>(w, a, first, last, origin, begin, y);
   else many_rows_values<F>(w, a, first, last, origin, begin, end, y);

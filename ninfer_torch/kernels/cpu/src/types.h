@@ -32,6 +32,12 @@ struct Activations {
   const int32_t* starts;  // per row: where the int32 lanes of every step begin, -bias * (sum of the lane's codes)
   const int16_t* sums;    // per row: sums of 16 codes, then of 32 (256-column blocks only)
   int64_t stride, scale_stride, start_stride, sum_stride;
+  // For kernels that hold weight rows side by side, null for others: the scale of every 32 columns, and of every group of a format
+  // -bias * (sum of its codes) and scale * (sum of its codes).
+  const float* block_scales;
+  const int32_t* group_starts;
+  const float* group_sums;
+  int64_t block_stride, group_stride;
 };
 
 // Output [M, row_stride] in x's dtype, one column per weight row.
@@ -45,13 +51,13 @@ struct Output {
 
 // How large the pieces of one prepared activation row are, in elements of their type.
 struct PreparedSizes {
-  int64_t values, codes, scales, starts, sums;
+  int64_t values, codes, scales, starts, sums, blocks, groups;
 };
 
 struct Kernels {
   // Rows [first, last) of a matrix to out [last - first, columns] of `dtype`; row i is taken from ids[i] when ids are given.
   void (*dequantize)(const Matrix&, const int64_t* ids, int64_t first, int64_t last, void* out, int dtype);
-  PreparedSizes (*sizes)(int64_t columns, bool int8);
+  PreparedSizes (*sizes)(int64_t columns, int64_t m, bool int8);
   // Activation rows [first, last) into the arrays of `prepared`.
   void (*prepare)(const void* x, int dtype, int64_t columns, int64_t first, int64_t last, const Activations& prepared);
   // Weight rows [first, last) times activation rows [begin, end); the output column of weight row n is n - origin.

@@ -215,6 +215,27 @@ INLINE Wide wide_load(const float* p) { return _mm512_loadu_ps(p); }
 INLINE Wide wide_zero() { return _mm512_setzero_ps(); }
 INLINE Wide wide_muladd(Wide a, Wide b, Wide c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE float wide_sum(Wide a) { return sum16f(a); }
+INLINE Wide wide_splat(float v) { return _mm512_set1_ps(v); }
+INLINE Wide wide_mul(Wide a, Wide b) { return _mm512_mul_ps(a, b); }
+INLINE Wide wide_minus_product(Wide c, Wide a, Wide b) { return _mm512_fnmadd_ps(a, b, c); }
+INLINE void wide_store(float* p, Wide v) { _mm512_storeu_ps(p, v); }
+
+using Wide32 = __m512i;
+INLINE Wide32 wide_load32(const void* p) { return _mm512_loadu_si512(p); }
+INLINE void wide_store32(void* p, Wide32 v) { _mm512_storeu_si512(p, v); }
+INLINE Wide32 wide_splat32(int32_t v) { return _mm512_set1_epi32(v); }
+INLINE Wide32 wide_pair(const void* low, const void* high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(load32(low)), load32(high), 1);
+}
+INLINE Wide32 wide_unpack_low32(Wide32 a, Wide32 b) { return _mm512_unpacklo_epi32(a, b); }
+INLINE Wide32 wide_unpack_high32(Wide32 a, Wide32 b) { return _mm512_unpackhi_epi32(a, b); }
+INLINE Wide32 wide_unpack_low64(Wide32 a, Wide32 b) { return _mm512_unpacklo_epi64(a, b); }
+INLINE Wide32 wide_unpack_high64(Wide32 a, Wide32 b) { return _mm512_unpackhi_epi64(a, b); }
+// Quarters 0 and 2, or 1 and 3, of a and of b: a0 b0 a2 b2.
+INLINE Wide32 wide_even_quarters(Wide32 a, Wide32 b) { return _mm512_permutex2var_epi64(a, _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), b); }
+INLINE Wide32 wide_odd_quarters(Wide32 a, Wide32 b) { return _mm512_permutex2var_epi64(a, _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15), b); }
+INLINE Wide32 wide_dot(Wide32 start, Wide32 u, Wide32 x) { return _mm512_dpbusd_epi32(start, u, x); }
+INLINE Wide wide_to_float(Wide32 v) { return _mm512_cvtepi32_ps(v); }
 
 #else
 
