@@ -32,8 +32,9 @@ __all__ = [
     "used",
 ]
 
-INSTRUCTION_SETS = ("scalar", "avx2", "avx512")
-"""Every instruction set with kernels of its own, from portable to fastest. `avx512` stands for AVX-512 F, BW, DQ, VL and VNNI."""
+INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "avx512_bf16")
+"""Every instruction set with kernels of its own, from portable to fastest. `avx512` stands for AVX-512 F, BW, DQ, VL and VNNI,
+`avx512_bf16` for BF16 and VBMI besides."""
 
 _GRIDS = ("iq4_nl", "even_signs", "signs", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s")
 _FORMAT = {name: index for index, name in enumerate(name for name, record in FORMATS.items() if record.quantized)}

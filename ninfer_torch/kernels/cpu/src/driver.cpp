@@ -14,15 +14,19 @@ bool supported(int instruction_set) {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (instruction_set == kAvx2) return avx2;
-  if (instruction_set == kAvx512)
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+  const bool avx512 =
+      avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  if (instruction_set == kAvx512) return avx512;
+  if (instruction_set == kAvx512Bf16)
+    return avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") && avx512_bf16::kernels(0);
 #endif
   return instruction_set == kScalar;
 }
 
 const Kernels& kernels_for(int instruction_set, int format) {
   switch (instruction_set) {
+    case kAvx512Bf16: return *avx512_bf16::kernels(format);
     case kAvx512: return *avx512::kernels(format);
     case kAvx2: return *avx2::kernels(format);
     default: return *scalar::kernels(format);
@@ -54,7 +58,7 @@ bool embedding(const Kernels& kernels, const Matrix& w, const int64_t* ids, int6
 class Prepared {
  public:
   Prepared(const Kernels& kernels, const void* x, int64_t m, int64_t columns, int dtype, bool int8, int threads)
-      : sizes_(kernels.sizes(columns, m, int8)), memory_(bytes(kernels, m, columns, dtype, int8)) {
+      : sizes_(kernels.sizes(columns, m, dtype, int8)), memory_(bytes(kernels, m, columns, dtype, int8)) {
     if (in_place(kernels, columns, dtype, int8)) {
       rows.values = static_cast<const float*>(x);
       rows.stride = columns;
@@ -69,7 +73,8 @@ class Prepared {
     rows.block_scales = take<float>(next, m, sizes_.blocks);
     rows.group_starts = take<int32_t>(next, m, sizes_.groups);
     rows.group_sums = take<float>(next, m, sizes_.groups);
-    rows.stride = sizes_.values + sizes_.codes;
+    rows.pairs = take<uint16_t>(next, m, sizes_.pairs);
+    rows.stride = sizes_.values + sizes_.codes + sizes_.pairs;
     rows.scale_stride = sizes_.scales;
     rows.start_stride = sizes_.starts;
     rows.sum_stride = sizes_.sums;
@@ -91,7 +96,8 @@ class Prepared {
   int64_t bytes(const Kernels& kernels, int64_t m, int64_t columns, int dtype, bool int8) const {
     if (in_place(kernels, columns, dtype, int8)) return 0;
     return padded(m * sizes_.values * 4) + padded(m * sizes_.codes) + padded(m * sizes_.scales * 4) + padded(m * sizes_.starts * 4) +
-           padded(m * sizes_.sums * 2) + padded(m * sizes_.blocks * 4) + 2 * padded(m * sizes_.groups * 4);
+           padded(m * sizes_.sums * 2) + padded(m * sizes_.blocks * 4) + 2 * padded(m * sizes_.groups * 4) +
+           padded(m * sizes_.pairs * 2);
   }
   template <class T> static T* take(uint8_t*& next, int64_t m, int64_t count) {
     T* taken = count ? reinterpret_cast<T*>(next) : nullptr;

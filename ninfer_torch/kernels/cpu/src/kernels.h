@@ -170,6 +170,12 @@ void prepare_values(const StepShape& f, const void* x, int dtype, int64_t column
   }
 }
 
+#if NINFER_PAIRS
+#include "pairs.h"
+#else
+static constexpr bool kPairs = false;
+#endif
+
 // Quantize 32n values of largest magnitude `largest` to int8 and return the scale. Scales are rounded to binary16 when asked
 // and when they are normal binary16 numbers; beyond that range a float32 scale neither overflows nor loses its digits.
 INLINE float quantize(const float* x, int n, float largest, bool round_scale, int8_t* codes) {
@@ -273,18 +279,24 @@ template <class F> constexpr StepShape shape_of() {
 
 template <class F> void prepare(const void* x, int dtype, int64_t columns, int64_t first, int64_t last, const Activations& a) {
   constexpr StepShape shape = shape_of<F>();
+#if NINFER_PAIRS
+  if (a.pairs) return prepare_pairs<F>(static_cast<const uint16_t*>(x), columns, first, last, a);
+#endif
   if (shape.int8 && a.codes) prepare_codes<F::kOrder>(shape, x, dtype, columns, first, last, a);
   else prepare_values<F::kOrder>(shape, x, dtype, columns, first, last, a);
 }
 
-template <class F> PreparedSizes sizes(int64_t columns, int64_t m, bool int8) {
+template <class F> PreparedSizes sizes(int64_t columns, int64_t m, int dtype, bool int8) {
   constexpr StepShape shape = shape_of<F>();
   const int64_t steps = steps_of(columns, shape.step), padded = steps * shape.step;
-  if (!int8 || !shape.int8) return {padded, 0, 0, 0, 0, 0, 0};
+  if (!int8 || !shape.int8) {
+    if (!kPairs || dtype != kBfloat16) return {padded, 0, 0, 0, 0, 0, 0, 0};
+    return {0, 0, 0, 0, 0, 0, shape.super ? padded / shape.group : 0, (padded + 63) / 64 * 64};
+  }
   const bool lanes = kByteDot && m > 1;
   const int64_t blocks = lanes ? padded / 32 : 0, groups = lanes ? padded / shape.group : 0;
-  if (shape.super) return {0, padded, steps, 0, 24 * steps, blocks, groups};
-  return {0, padded, shape.step == 32 ? steps : 8 * steps, shape.bias ? 8 * steps : 0, 0, blocks, groups};
+  if (shape.super) return {0, padded, steps, 0, 24 * steps, blocks, groups, 0};
+  return {0, padded, shape.step == 32 ? steps : 8 * steps, shape.bias ? 8 * steps : 0, 0, blocks, groups, 0};
 }
 
 // Products of one weight row with one activation row, or int8 ones with MB

@@ -69,7 +69,7 @@ template <int MB> INLINE void multiply_pairs(const WordPair& w, const uint16_t* 
 }
 
 // One row times MB activation rows.
-template <class F, int MB> INLINE void dot_pairs(const F& row, int64_t columns, const Activations& a, int64_t m, float* out) {
+template <int MB, class F> INLINE void dot_pairs(const F& row, int64_t columns, const Activations& a, int64_t m, float* out) {
   Wide acc[MB];
   UNROLL for (int j = 0; j < MB; j++) acc[j] = wide_zero();
   const uint16_t* x = a.pairs + m * a.stride;
@@ -139,7 +139,7 @@ template <class F, int MB> INLINE void dot_pairs(const F& row, int64_t columns, 
   UNROLL for (int j = 0; j < MB; j++) out[j] = wide_sum(acc[j]) / row.divisor();
 }
 
-template <bool INTERLEAVED, int MB>
+template <int MB, bool INTERLEAVED>
 INLINE void dot_pairs(const RowFloat<INTERLEAVED>& row, int64_t columns, const Activations& a, int64_t m, float* out) {
   Wide acc[MB];
   UNROLL for (int j = 0; j < MB; j++) acc[j] = wide_zero();
@@ -183,7 +183,7 @@ template <class F> NOINLINE void rows_of_pairs(const Matrix& w, const Activation
     const auto block = [&](auto count, int64_t at) INLINE_LAMBDA {
       constexpr int MB = decltype(count)::value;
       float out[MB];
-      dot_pairs<F, MB>(row, w.columns, a, at, out);
+      dot_pairs<MB>(row, w.columns, a, at, out);
       UNROLL for (int j = 0; j < MB; j++) store_product(y, at + j, n - origin, out[j]);
     };
     over_rows_of<4>(m, end, block);

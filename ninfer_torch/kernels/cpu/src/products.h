@@ -6,10 +6,6 @@
 
 static constexpr int kTileRows = 16;
 
-template <int MB, class Body> INLINE void over_rows_of(int64_t& m, int64_t end, Body&& body) {
-  for (; m + MB <= end; m += MB) body(Index<MB>{}, m);
-}
-
 #if NINFER_VNNI
 #include "lanes.h"
 #endif
@@ -165,6 +161,9 @@ template <class F> void many_rows_values(const Matrix& w, const Activations& a, 
 
 template <class F> void multiply(const Matrix& w, const Activations& a, int64_t first, int64_t last, int64_t origin, int64_t begin,
                                  int64_t end, const Output& y) {
+#if NINFER_PAIRS
+  if (a.pairs) return rows_of_pairs<F>(w, a, first, last, origin, begin, end, y);
+#endif
   if constexpr (F::kInt8) {
     if (a.codes && end - begin == 1) return one_row_codes<F>(w, a, first, last, origin, begin, y);
 #if NINFER_VNNI

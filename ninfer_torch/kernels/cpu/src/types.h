@@ -38,6 +38,8 @@ struct Activations {
   const int32_t* group_starts;
   const float* group_sums;
   int64_t block_stride, group_stride;
+  // Bfloat16 words in the order of the pairs that are multiplied [M, stride], or null.
+  const uint16_t* pairs;
 };
 
 // Output [M, row_stride] in x's dtype, one column per weight row.
@@ -51,13 +53,13 @@ struct Output {
 
 // How large the pieces of one prepared activation row are, in elements of their type.
 struct PreparedSizes {
-  int64_t values, codes, scales, starts, sums, blocks, groups;
+  int64_t values, codes, scales, starts, sums, blocks, groups, pairs;
 };
 
 struct Kernels {
   // Rows [first, last) of a matrix to out [last - first, columns] of `dtype`; row i is taken from ids[i] when ids are given.
   void (*dequantize)(const Matrix&, const int64_t* ids, int64_t first, int64_t last, void* out, int dtype);
-  PreparedSizes (*sizes)(int64_t columns, int64_t m, bool int8);
+  PreparedSizes (*sizes)(int64_t columns, int64_t m, int dtype, bool int8);
   // Activation rows [first, last) into the arrays of `prepared`.
   void (*prepare)(const void* x, int dtype, int64_t columns, int64_t first, int64_t last, const Activations& prepared);
   // Weight rows [first, last) times activation rows [begin, end); the output column of weight row n is n - origin.
@@ -78,5 +80,6 @@ extern Grids grids;
 namespace scalar { const Kernels* kernels(int format); }
 namespace avx2 { const Kernels* kernels(int format); }
 namespace avx512 { const Kernels* kernels(int format); }
+namespace avx512_bf16 { const Kernels* kernels(int format); }
 
 }  // namespace ninfer

@@ -237,6 +237,47 @@ INLINE Wide32 wide_odd_quarters(Wide32 a, Wide32 b) { return _mm512_permutex2var
 INLINE Wide32 wide_dot(Wide32 start, Wide32 u, Wide32 x) { return _mm512_dpbusd_epi32(start, u, x); }
 INLINE Wide wide_to_float(Wide32 v) { return _mm512_cvtepi32_ps(v); }
 
+#if NINFER_PAIRS
+
+using PairWords = __m512i;
+INLINE Wide32 wide_join(Bytes low, Bytes high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+INLINE Wide wide_join_floats(Floats low, Floats high) { return pair16f(low, high); }
+INLINE PairWords join_low(Wide32 low, Wide32 high) { return _mm512_unpacklo_epi8(low, high); }
+INLINE PairWords join_high(Wide32 low, Wide32 high) { return _mm512_unpackhi_epi8(low, high); }
+INLINE PairWords load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
+INLINE Wide pair_products(Wide sums, PairWords a, PairWords b) { return _mm512_dpbf16_ps(sums, __m512bh(a), __m512bh(b)); }
+INLINE Wide32 lookup64(const uint8_t* table, Wide32 index) { return _mm512_permutexvar_epi8(index, wide_load32(table)); }
+// By the low seven bits of the index.
+INLINE Wide32 lookup128(const uint8_t* table, Wide32 index) {
+  return _mm512_permutex2var_epi8(wide_load32(table), index, wide_load32(table + 64));
+}
+INLINE Wide32 lookup256(const uint8_t* table, Wide32 index) {
+  return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), lookup128(table, index), lookup128(table + 128, index));
+}
+// The top bit of every byte of `signs` set in `bytes` too.
+INLINE Wide32 with_top_bits(Wide32 bytes, Wide32 signs) {
+  return _mm512_ternarylogic_epi32(bytes, signs, _mm512_set1_epi8(char(0x80)), 0xf8);
+}
+INLINE Wide32 load_up_to_64(const uint8_t* p, int64_t count) {
+  return count >= 64 ? wide_load32(p) : _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, p);
+}
+template <int N> INLINE Wide wide_load_some(const float* p) {
+  if constexpr (N == 16) return wide_load(p);
+  else return _mm512_zextps256_ps512(loadf(p));
+}
+// The scales of the groups that 64 columns are in, Q-th of four, each over the lanes of its pairs.
+template <int GROUP, int Q> INLINE Wide spread_groups(Wide scales) {
+  constexpr int a = GROUP == 16 ? 4 * Q : 2 * Q, b = GROUP == 16 ? a + 1 : a, c = GROUP == 16 ? a + 2 : a + 1, d = GROUP == 16 ? a + 3 : c;
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d), scales);
+}
+// Scales of 16 even-odd columns, by int32 lane, over the lanes of the first or second pairs.
+template <int H> INLINE Wide spread_lanes(Floats lanes) {
+  constexpr int a = 2 * H, b = 2 * H + 4;
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(a, a, a, a, b, b, b, b, a, a, a, a, b, b, b, b), _mm512_castps256_ps512(lanes));
+}
+
+#endif
+
 #else
 
 static constexpr bool kByteDot = false;

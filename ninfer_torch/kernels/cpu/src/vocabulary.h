@@ -26,3 +26,7 @@ alignas(32) static constexpr uint8_t kSpreadBits32[32] = {  // byte j of 32 take
     0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3};
 alignas(32) static constexpr uint8_t kSpreadPairs64[32] = {  // byte j of 32 takes byte j / 4
     0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7};
+
+template <int MB, class Body> INLINE void over_rows_of(int64_t& m, int64_t end, Body&& body) {
+  for (; m + MB <= end; m += MB) body(Index<MB>{}, m);
+}
