@@ -173,7 +173,7 @@ void prepare_values(const StepShape& f, const void* x, int dtype, int64_t column
 #if NINFER_PAIRS
 #include "pairs.h"
 #else
-static constexpr bool kPairs = false;
+template <class F> constexpr bool pairs_serve(int64_t) { return false; }
 #endif
 
 // Quantize 32n values of largest magnitude `largest` to int8 and return the scale. Scales are rounded to binary16 when asked
@@ -290,7 +290,7 @@ template <class F> PreparedSizes sizes(int64_t columns, int64_t m, int dtype, bo
   constexpr StepShape shape = shape_of<F>();
   const int64_t steps = steps_of(columns, shape.step), padded = steps * shape.step;
   if (!int8 || !shape.int8) {
-    if (!kPairs || dtype != kBfloat16) return {padded, 0, 0, 0, 0, 0, 0, 0};
+    if (dtype != kBfloat16 || !pairs_serve<F>(m)) return {padded, 0, 0, 0, 0, 0, 0, 0};
     return {0, 0, 0, 0, 0, 0, shape.super ? padded / shape.group : 0, (padded + 63) / 64 * 64};
   }
   const bool lanes = kByteDot && m > 1;

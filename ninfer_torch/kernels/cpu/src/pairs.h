@@ -4,7 +4,12 @@
 // Sixty-four codes become two registers of words: the first has bytes 0-7 of every sixteen, the second bytes 8-15; activations are put
 // into that order once. Products below the smallest normal float32 count as zero.
 
-static constexpr bool kPairs = true;
+// Whether pairs are faster than float32 values, for m activation rows: always where words are looked up whole, for one row where codes
+// are below 64, and not for int8 codes, whose table would take longer than widening them.
+template <class F> constexpr bool pairs_serve(int64_t m) {
+  if constexpr (F::kInt8) return !F::kSigned && m == 1;
+  else return true;
+}
 
 constexpr uint16_t bfloat_of_int(int v) {
   if (v == 0) return 0;
@@ -36,18 +41,12 @@ template <int BIAS> constexpr WordTable<64> unsigned_words() {
   for (int i = 0; i < 64; i++) t.set(i, bfloat_of_int(i - BIAS));
   return t;
 }
-constexpr WordTable<256> signed_words() {  // by the int8 code as a byte
-  WordTable<256> t{};
-  for (int i = 0; i < 256; i++) t.set(i, bfloat_of_int(i < 128 ? i : i - 256));
-  return t;
-}
 constexpr WordTable<128> e4m3_table() {
   WordTable<128> t{};
   for (int i = 0; i < 128; i++) t.set(i, bfloat_of_e4m3(i));
   return t;
 }
 
-static constexpr WordTable<256> kSignedWords = signed_words();
 static constexpr WordTable<128> kE4m3Table = e4m3_table();
 template <int BIAS> static constexpr WordTable<64> kUnsignedWords = unsigned_words<BIAS>();
 
@@ -55,34 +54,40 @@ struct WordPair { PairWords first, second; };
 INLINE WordPair joined(Wide32 low, Wide32 high) { return {join_low(low, high), join_high(low, high)}; }
 
 template <class F> INLINE WordPair code_words(Wide32 codes) {
-  if constexpr (F::kSigned)
-    return joined(lookup256(kSignedWords.low, codes), lookup256(kSignedWords.high, codes));
-  else
-    return joined(lookup64(kUnsignedWords<F::kBias>.low, codes), lookup64(kUnsignedWords<F::kBias>.high, codes));
+  return joined(lookup64(kUnsignedWords<F::kBias>.low, codes), lookup64(kUnsignedWords<F::kBias>.high, codes));
 }
 
-template <int MB> INLINE void multiply_pairs(const WordPair& w, const uint16_t* x, int64_t stride, Wide* sums) {
-  UNROLL for (int j = 0; j < MB; j++) {
-    sums[j] = pair_products(sums[j], w.first, load_pairs(x + j * stride));
-    sums[j] = pair_products(sums[j], w.second, load_pairs(x + j * stride + 32));
-  }
+INLINE Wide sum_pairs(const WordPair& w, const uint16_t* x, Wide start) {
+  return pair_products(pair_products(start, w.first, load_pairs(x)), w.second, load_pairs(x + 32));
 }
 
-// One row times MB activation rows.
-template <int MB, class F> INLINE void dot_pairs(const F& row, int64_t columns, const Activations& a, int64_t m, float* out) {
+// One row of E4M3FN words times MB activation rows.
+template <int MB, bool INTERLEAVED>
+INLINE void dot_words(const RowFloat<INTERLEAVED>& row, int64_t columns, const Activations& a, int64_t m, float* out) {
   Wide acc[MB];
   UNROLL for (int j = 0; j < MB; j++) acc[j] = wide_zero();
   const uint16_t* x = a.pairs + m * a.stride;
+  for (int64_t k = 0; k < columns; k += 64, x += 64) {
+    prefetch(row.words + k + kAhead);
+    const Wide32 words = load_up_to_64(row.words + k, columns - k);
+    const Wide32 high = with_top_bits(lookup128(kE4m3Table.high, words), words);
+    const WordPair w = joined(lookup128(kE4m3Table.low, words), high);
+    UNROLL for (int j = 0; j < MB; j++) acc[j] = sum_pairs(w, x + j * a.stride, acc[j]);
+  }
+  UNROLL for (int j = 0; j < MB; j++) out[j] = wide_sum(acc[j]) * row.row_scale;
+}
+
+// One weight row times one activation row.
+template <class F> INLINE float dot_pairs(const F& row, int64_t columns, const Activations& a, int64_t m) {
+  Wide acc = wide_zero();
+  const uint16_t* x = a.pairs + m * a.stride;
   const auto add = [&](const WordPair& w, Wide scale) INLINE_LAMBDA {
-    Wide sums[MB];
-    UNROLL for (int j = 0; j < MB; j++) sums[j] = wide_zero();
-    multiply_pairs<MB>(w, x, a.stride, sums);
-    UNROLL for (int j = 0; j < MB; j++) acc[j] = wide_muladd(scale, sums[j], acc[j]);
+    acc = wide_muladd(scale, sum_pairs(w, x, wide_zero()), acc);
     x += 64;
   };
   if constexpr (F::kSuper) {
     const float* group_sums = a.group_sums + m * a.group_stride;
-    for (int64_t b = 0; b < columns / 256; b++) {
+    for (int64_t b = 0; b < columns / 256; b++, group_sums += 256 / F::kGroup) {
       row.fetch(b);
       const uint8_t* block = row.block(b);
       Head h;
@@ -95,9 +100,7 @@ template <int MB, class F> INLINE void dot_pairs(const F& row, int64_t columns, 
       });
       if constexpr (F::kMinima) {
         const Wide minima = mul16f(widen<0>(load16x2(h.minimum)), splat16f(h.dmin));
-        UNROLL for (int j = 0; j < MB; j++)
-          acc[j] = wide_minus_product(acc[j], minima, wide_load_some<256 / F::kGroup>(group_sums + j * a.group_stride));
-        group_sums += 256 / F::kGroup;
+        acc = wide_minus_product(acc, minima, wide_load_some<256 / F::kGroup>(group_sums));
       }
     }
   } else if constexpr (F::kStep == 64) {
@@ -110,47 +113,23 @@ template <int MB, class F> INLINE void dot_pairs(const F& row, int64_t columns, 
         add(w, row.scale(s, 0));
       } else {  // a scale for each eight bytes of a vector: those of `first` and of `second` differ
         const Floats lanes = row.lanes(s);
-        const Wide first = spread_lanes<0>(lanes), second = spread_lanes<1>(lanes);
-        UNROLL for (int j = 0; j < MB; j++) {
-          const uint16_t* xj = x + j * a.stride;
-          acc[j] = wide_muladd(first, pair_products(wide_zero(), w.first, load_pairs(xj)), acc[j]);
-          acc[j] = wide_muladd(second, pair_products(wide_zero(), w.second, load_pairs(xj + 32)), acc[j]);
-        }
+        acc = wide_muladd(spread_lanes<0>(lanes), pair_products(wide_zero(), w.first, load_pairs(x)), acc);
+        acc = wide_muladd(spread_lanes<1>(lanes), pair_products(wide_zero(), w.second, load_pairs(x + 32)), acc);
         x += 64;
       }
     }
   } else {
     const int64_t steps = steps_of(columns, 32);
-    int64_t s = 0;
-    for (; s + 2 <= steps; s += 2) {
+    for (int64_t s = 0; s < steps; s += 2) {
+      const bool whole = s + 1 < steps;
       row.fetch(s);
-      row.fetch(s + 1);
-      Bytes low[1], high[1];
+      Bytes low[1], high[1] = {splat8(0)};
       row.codes(s, low);
-      row.codes(s + 1, high);
-      add(code_words<F>(wide_join(low[0], high[0])), wide_join_floats(row.lanes(s), row.lanes(s + 1)));
-    }
-    if (s < steps) {
-      Bytes low[1];
-      row.codes(s, low);
-      add(code_words<F>(wide_join(low[0], splat8(0))), wide_join_floats(row.lanes(s), zerof()));
+      if (whole) row.codes(s + 1, high);
+      add(code_words<F>(wide_join(low[0], high[0])), wide_join_floats(row.lanes(s), whole ? row.lanes(s + 1) : zerof()));
     }
   }
-  UNROLL for (int j = 0; j < MB; j++) out[j] = wide_sum(acc[j]) / row.divisor();
-}
-
-template <int MB, bool INTERLEAVED>
-INLINE void dot_pairs(const RowFloat<INTERLEAVED>& row, int64_t columns, const Activations& a, int64_t m, float* out) {
-  Wide acc[MB];
-  UNROLL for (int j = 0; j < MB; j++) acc[j] = wide_zero();
-  const uint16_t* x = a.pairs + m * a.stride;
-  for (int64_t k = 0; k < columns; k += 64, x += 64) {
-    prefetch(row.words + k + kAhead);
-    const Wide32 words = load_up_to_64(row.words + k, columns - k);
-    const Wide32 high = with_top_bits(lookup128(kE4m3Table.high, words), words);
-    multiply_pairs<MB>(joined(lookup128(kE4m3Table.low, words), high), x, a.stride, acc);
-  }
-  UNROLL for (int j = 0; j < MB; j++) out[j] = wide_sum(acc[j]) * row.row_scale;
+  return wide_sum(acc) / row.divisor();
 }
 
 // Which decoded position of 64 stands at place i of the activations.
@@ -183,10 +162,11 @@ template <class F> NOINLINE void rows_of_pairs(const Matrix& w, const Activation
     const auto block = [&](auto count, int64_t at) INLINE_LAMBDA {
       constexpr int MB = decltype(count)::value;
       float out[MB];
-      dot_pairs<MB>(row, w.columns, a, at, out);
+      if constexpr (F::kInt8) out[0] = dot_pairs(row, w.columns, a, at);
+      else dot_words<MB>(row, w.columns, a, at, out);
       UNROLL for (int j = 0; j < MB; j++) store_product(y, at + j, n - origin, out[j]);
     };
-    over_rows_of<4>(m, end, block);
+    if constexpr (!F::kInt8) over_rows_of<4>(m, end, block);
     over_rows_of<1>(m, end, block);
   }
 }

@@ -251,9 +251,6 @@ INLINE Wide32 lookup64(const uint8_t* table, Wide32 index) { return _mm512_permu
 INLINE Wide32 lookup128(const uint8_t* table, Wide32 index) {
   return _mm512_permutex2var_epi8(wide_load32(table), index, wide_load32(table + 64));
 }
-INLINE Wide32 lookup256(const uint8_t* table, Wide32 index) {
-  return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), lookup128(table, index), lookup128(table + 128, index));
-}
 // The top bit of every byte of `signs` set in `bytes` too.
 INLINE Wide32 with_top_bits(Wide32 bytes, Wide32 signs) {
   return _mm512_ternarylogic_epi32(bytes, signs, _mm512_set1_epi8(char(0x80)), 0xf8);
