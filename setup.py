@@ -15,7 +15,10 @@ SOURCES = Path("ninfer_torch", "kernels", "cpu", "src")
 
 native = Extension(
     "ninfer_torch.kernels.cpu._native",
-    [str(SOURCES / f"{name}.cpp") for name in ("module", "driver", "isa_scalar", "isa_avx2", "isa_avx512", "isa_avx512_bf16")],
+    [
+        str(SOURCES / f"{name}.cpp")
+        for name in ("module", "driver", "isa_scalar", "isa_avx2", "isa_avx512", "isa_avx512_bf16")
+    ],
     depends=[str(header) for header in sorted(SOURCES.glob("*.h"))],
     language="c++",
     define_macros=[("Py_LIMITED_API", "0x030A0000")],

@@ -200,6 +200,20 @@ def test_sizes_and_text(format: str) -> None:
     assert weight.storage_layout in ("row_split_k128_v1", "gguf_blocks_v1") or not format.startswith(("q", "gguf"))
 
 
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_nobody_sees_the_dtype_of_the_words(format: str) -> None:
+    """Hosts cast inputs to `weight.dtype` and count bytes by it."""
+    module = model(format).bfloat16()
+    pixels = torch.rand(2, K) / 100
+    for parameter in module.parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(pixels.to(parameter.dtype), pixels.bfloat16())
+    weight = module[1].weight
+    assert torch.zeros(1, dtype=weight.dtype).new_ones(1).is_floating_point() and weight.is_floating_point()
+    assert weight.dequantize().dtype == torch.float32
+    assert weight.dequantize(torch.bfloat16).dtype == module(torch.arange(3)).dtype == torch.bfloat16
+
+
 def test_policies_belong_to_the_use() -> None:
     weight = random_weight("gguf_q8_0", N, K)
     bound = weight.with_policy("AllowA8")

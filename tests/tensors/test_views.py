@@ -120,6 +120,15 @@ def test_columns_of_whole_groups(format: str, columns: int, data: st.DataObject)
     assert len(encode(cut)) == encoded_bytes(format, (3, end - begin))
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 64), (64, 192), (448, 512)])
+def test_columns_of_swizzled_scales_are_found_in_their_tiles(begin: int, end: int) -> None:
+    """Scales of nvfp4 lie four columns by 128 rows to a tile; a share of the columns takes whole tiles."""
+    weight = random_weight("nvfp4", 256, 512, divisors=2)
+    cut, x = weight[:, begin:end], torch.randn(3, end - begin)
+    assert torch.equal(cut.dequantize(), weight.dequantize()[:, begin:end])
+    check_a16(F.linear(x, cut), exact_product(x, cut), end - begin)
+
+
 REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "step": lambda w: w[::2],
     "element": lambda w: w[0, 0],

@@ -92,3 +92,29 @@ def test_splits_fill_the_card_and_no_more() -> None:
     assert splits_of(launch, programs=4, steps=100, processors=132) == 8
     assert splits_of(launch, programs=4, steps=2, processors=132) == 2
     assert splits_of(launch, programs=5000, steps=100, processors=132) == 1
+
+
+def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two cards, the current one need not be the one where the tensors lie: checked on what `torch.cuda` is asked."""
+    pytest.importorskip("triton")
+    from ninfer_torch.kernels.triton import operators
+
+    entered: list[object] = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    for index, expected in [(1, [torch.device("cuda", 1), "left"]), (0, [])]:
+        with operators._on(torch.device("cuda", index)):
+            pass
+        assert entered == expected
+        entered.clear()
