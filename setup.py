@@ -17,7 +17,16 @@ native = Extension(
     "ninfer_torch.kernels.cpu._native",
     [
         str(SOURCES / f"{name}.cpp")
-        for name in ("module", "driver", "isa_scalar", "isa_avx2", "isa_avx512", "isa_avx512_bf16")
+        for name in (
+            "module",
+            "driver",
+            "isa_scalar",
+            "isa_avx2",
+            "isa_avx512",
+            "isa_avx512_bf16",
+            "isa_neon",
+            "isa_dotprod",
+        )
     ],
     depends=[str(header) for header in sorted(SOURCES.glob("*.h"))],
     language="c++",

@@ -38,7 +38,7 @@ from ninfer_torch.tensors import NinferTensor, wrap_planes
 QUICK = ("q4_g64_fp16", "q8_g32_fp16", "nvfp4", "gguf_q4_k", "gguf_q6_k", "gguf_q8_0")
 POLICIES = {"A8": "AllowA8", "A16": "A16Only"}
 COPIES = 3
-MOST_ROUNDS, ROUND_SECONDS = 15, 12.0
+MOST_ROUNDS, ROUND_SECONDS = 15, 5.0
 """Rounds of turns: as many as fit into the seconds, at least 3."""
 
 GGML_PEERS = {

@@ -1,6 +1,6 @@
 """The operators on the CPU: native kernels where they are built, else the reference, with one warning.
 
-The environment variable NINFER_TORCH_CPU forces an instruction set (`scalar`, `avx2`, `avx512`, `avx512_bf16`) or the `reference`.
+The environment variable NINFER_TORCH_CPU forces an instruction set (`scalar`, `avx2`, `avx512`, `avx512_bf16`, `neon`, `dotprod`) or the `reference`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ __all__ = ["LEAST_INT8_ROWS", "LEAST_ROWS", "matrix_units", "multiply"]
 LEAST_ROWS = 16
 """Activation rows below which the vector kernels are faster (`benchmarks/cpu_linear.py`)."""
 
-LEAST_INT8_ROWS = 128
+LEAST_INT8_ROWS = 160
 """The same where the vector kernels may quantize activations to int8."""
 
 _TILE = 1 << 20

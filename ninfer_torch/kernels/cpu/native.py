@@ -32,9 +32,9 @@ __all__ = [
     "used",
 ]
 
-INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "avx512_bf16")
-"""Every instruction set with kernels of its own, from portable to fastest. `avx512` stands for AVX-512 F, BW, DQ, VL and VNNI,
-`avx512_bf16` for BF16 and VBMI besides."""
+INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "avx512_bf16", "neon", "dotprod")
+"""Every instruction set with kernels of its own, on each processor from portable to fastest. `avx512` stands for AVX-512 F, BW, DQ, VL
+and VNNI, `avx512_bf16` for BF16 and VBMI besides; `neon` is any 64-bit ARM, `dotprod` its byte products of ARMv8.2."""
 
 _GRIDS = ("iq4_nl", "even_signs", "signs", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s")
 _FORMAT = {name: index for index, name in enumerate(name for name, record in FORMATS.items() if record.quantized)}
@@ -124,6 +124,7 @@ def _is_vector(bias: torch.Tensor | None, length: int) -> bool:
 
 
 _MATRIX_UNITS = dense_tiles.matrix_units()
+_FASTEST = INSTRUCTION_SETS.index(instruction_sets()[-1])
 
 
 def _in_tiles(x: torch.Tensor, bias: torch.Tensor | None, int8: bool) -> bool:
@@ -131,7 +132,7 @@ def _in_tiles(x: torch.Tensor, bias: torch.Tensor | None, int8: bool) -> bool:
     if x.dtype != torch.bfloat16 or not (bias is None or bias.dtype == x.dtype):
         return False
     least = dense_tiles.LEAST_INT8_ROWS if int8 else dense_tiles.LEAST_ROWS
-    return _MATRIX_UNITS and used() == INSTRUCTION_SETS[-1] and x.numel() >= least * x.shape[-1]
+    return _MATRIX_UNITS and _isa == _FASTEST and x.numel() >= least * x.shape[-1]
 
 
 def linear(

@@ -2,12 +2,33 @@
 
 #include <cstring>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 #include "parallel.h"
 #include "scratch.h"
 
 namespace ninfer {
 
 Grids grids;
+
+#if defined(__aarch64__)
+static bool has_dotprod() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
+#endif
 
 bool supported(int instruction_set) {
 #if defined(__x86_64__)
@@ -20,12 +41,17 @@ bool supported(int instruction_set) {
   if (instruction_set == kAvx512) return avx512;
   if (instruction_set == kAvx512Bf16)
     return avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") && avx512_bf16::kernels(0);
+#elif defined(__aarch64__)
+  if (instruction_set == kNeon) return true;
+  if (instruction_set == kDotprod) return has_dotprod();
 #endif
   return instruction_set == kScalar;
 }
 
 const Kernels& kernels_for(int instruction_set, int format) {
   switch (instruction_set) {
+    case kDotprod: return *dotprod::kernels(format);
+    case kNeon: return *neon::kernels(format);
     case kAvx512Bf16: return *avx512_bf16::kernels(format);
     case kAvx512: return *avx512::kernels(format);
     case kAvx2: return *avx2::kernels(format);
@@ -38,8 +64,7 @@ static uint8_t* at(void* data, int64_t element, int dtype) {
 }
 
 void dequantize(const Kernels& kernels, const Matrix& w, void* out, int dtype, int threads) {
-  parallel(worth(w.rows * w.columns, threads), [&](int part, int parts) {
-    const auto [first, last] = share(w.rows, 1, part, parts);
+  over_pieces(w.rows, 1, worth(w.rows * w.columns, threads), [&](int64_t first, int64_t last) {
     kernels.dequantize(w, nullptr, first, last, at(out, first * w.columns, dtype), dtype);
   });
 }
@@ -47,8 +72,7 @@ void dequantize(const Kernels& kernels, const Matrix& w, void* out, int dtype, i
 bool embedding(const Kernels& kernels, const Matrix& w, const int64_t* ids, int64_t count, void* out, int dtype, int threads) {
   for (int64_t i = 0; i < count; i++)
     if (ids[i] < 0 || ids[i] >= w.rows) return false;
-  parallel(worth(count * w.columns, threads), [&](int part, int parts) {
-    const auto [first, last] = share(count, 1, part, parts);
+  over_pieces(count, 1, worth(count * w.columns, threads), [&](int64_t first, int64_t last) {
     kernels.dequantize(w, ids, first, last, at(out, first * w.columns, dtype), dtype);
   });
   return true;
@@ -80,8 +104,7 @@ class Prepared {
     rows.sum_stride = sizes_.sums;
     rows.block_stride = sizes_.blocks;
     rows.group_stride = sizes_.groups;
-    parallel(worth(m * columns, threads), [&](int part, int parts) {
-      const auto [first, last] = share(m, 1, part, parts);
+    over_pieces(m, 1, worth(m * columns, threads), [&](int64_t first, int64_t last) {
       kernels.prepare(x, dtype, columns, first, last, rows);
     });
   }
@@ -109,14 +132,13 @@ class Prepared {
   Scratch<uint8_t> memory_;
 };
 
-static constexpr int64_t kGrain = 16;  // weight rows that a thread takes at a time
+static constexpr int64_t kGrain = 16;  // weight rows that are multiplied together
 
 void linear(const Kernels& kernels, const Matrix& w, const void* x, int64_t m, const Output& y, bool int8, int threads) {
   if (m == 0 || w.rows == 0) return;
   const Prepared prepared(kernels, x, m, w.columns, y.dtype, int8, threads);
-  parallel(worth(w.rows * w.columns * m, threads), [&](int part, int parts) {
-    const auto [first, last] = share(w.rows, kGrain, part, parts);
-    if (first < last) kernels.multiply(w, prepared.rows, first, last, 0, 0, m, y);
+  over_pieces(w.rows, kGrain, worth(w.rows * w.columns * m, threads), [&](int64_t first, int64_t last) {
+    kernels.multiply(w, prepared.rows, first, last, 0, 0, m, y);
   });
 }
 
@@ -131,9 +153,7 @@ bool expert_linear(const Kernels& kernels, const Matrix& w, const void* x, int64
   if (used == 0) return true;
   const int64_t rows = w.rows / experts;
   const Prepared prepared(kernels, x, used, w.columns, y.dtype, int8, threads);
-  parallel(worth(rows * w.columns * used, threads), [&](int part, int parts) {
-    const auto [first, last] = share(rows, kGrain, part, parts);
-    if (first == last) return;
+  over_pieces(rows, kGrain, worth(rows * w.columns * used, threads), [&](int64_t first, int64_t last) {
     for (int64_t e = 0, begin = 0; e < experts; begin = offsets[e++])
       if (offsets[e] > begin) kernels.multiply(w, prepared.rows, e * rows + first, e * rows + last, e * rows, begin, offsets[e], y);
   });

@@ -5,7 +5,7 @@
 
 namespace ninfer {
 
-enum InstructionSet : int { kScalar, kAvx2, kAvx512, kAvx512Bf16, kInstructionSets };
+enum InstructionSet : int { kScalar, kAvx2, kAvx512, kAvx512Bf16, kNeon, kDotprod, kInstructionSets };
 
 bool supported(int instruction_set);
 const Kernels& kernels_for(int instruction_set, int format);

@@ -59,10 +59,17 @@ template <class Body> void parallel(int threads, const Body& body) {
   if (error) std::rethrow_exception(error);
 }
 
-// Part `part` of `parts` of [0, count), cut at multiples of `grain`.
-inline std::pair<int64_t, int64_t> share(int64_t count, int64_t grain, int part, int parts) {
+// body(first, last) over pieces of [0, count), cut at multiples of `grain`: a thread takes the next piece when it has finished one, so that
+// a slow processor holds nobody up. Which thread computes a piece changes nothing about it.
+template <class Body> void over_pieces(int64_t count, int64_t grain, int threads, const Body& body) {
+  if (threads <= 1) return body(int64_t(0), count);
+  constexpr int64_t kPieces = 8;  // a thread
   const int64_t grains = (count + grain - 1) / grain;
-  return {std::min(count, grains * part / parts * grain), std::min(count, grains * (part + 1) / parts * grain)};
+  const int64_t piece = std::max<int64_t>(1, grains / (threads * kPieces)) * grain;
+  std::atomic<int64_t> next{0};
+  parallel(threads, [&](int, int) {
+    for (int64_t first; (first = next.fetch_add(piece, std::memory_order_relaxed)) < count;) body(first, std::min(count, first + piece));
+  });
 }
 
 // How many threads `work` (weights times activation rows) is worth.

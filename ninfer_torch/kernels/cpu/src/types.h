@@ -81,5 +81,7 @@ namespace scalar { const Kernels* kernels(int format); }
 namespace avx2 { const Kernels* kernels(int format); }
 namespace avx512 { const Kernels* kernels(int format); }
 namespace avx512_bf16 { const Kernels* kernels(int format); }
+namespace neon { const Kernels* kernels(int format); }
+namespace dotprod { const Kernels* kernels(int format); }
 
 }  // namespace ninfer
