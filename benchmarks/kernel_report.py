@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +108,7 @@ ELSEWHERE = KINDS[1:3]
 
 def _required(target: str, dtypes: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Dtype, and operation and kernel, of what every format has for a target."""
-    for dtype in dtypes if target == "sm_90" else dtypes[:1]:
+    for dtype in dtypes:
         for kind in KINDS if (target, dtype) == ("sm_90", "bf16") else ELSEWHERE:
             yield dtype, kind
 
@@ -207,9 +209,8 @@ def main() -> int:
         "--formats", default=",".join(_quantized()), help="comma-separated; a part is printed, not written"
     )
     parser.add_argument("--targets", default=",".join(TARGETS), help="comma-separated, of " + ", ".join(TARGETS))
-    parser.add_argument(
-        "--dtypes", default=",".join(DTYPES), help="comma-separated; beyond sm_90 only the first is compiled"
-    )
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="comma-separated, of " + ", ".join(DTYPES))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     options = parser.parse_args()
     if options.check:
         return check()
@@ -218,12 +219,12 @@ def main() -> int:
     rows: list[Row] = []
     start, digest = time.monotonic(), source_hash()  # of what is compiled, not of what is edited meanwhile
     print(HEAD)
-    for done, target in enumerate(targets, start=1):
-        for variant in matrix(formats, target, dtypes):
-            rows.append(inspect(variant))
-            print(rows[-1], flush=True)
-        if whole:
-            write(rows, f"{', '.join(targets[:done])}; {', '.join(dtypes)}", digest)
+    with ProcessPoolExecutor(options.jobs) as processes:
+        for row in processes.map(inspect, (v for target in targets for v in matrix(formats, target, dtypes))):
+            rows.append(row)
+            print(row, flush=True)
+    if whole:
+        write(rows, f"{', '.join(targets)}; {', '.join(dtypes)}", digest)
     print(f"{len(rows)} kernels in {time.monotonic() - start:.0f} s", file=sys.stderr)
     written = read_rows("\n".join(map(str, rows)))
     found = [*broken(written), *(missing(written, targets, dtypes) if whole else ())]

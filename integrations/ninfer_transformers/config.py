@@ -10,9 +10,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ninfer_torch.convert.live import RecipeLike, recipe_title
 from ninfer_transformers.stub import QUANT_METHOD
 
-__all__ = ["SAVE_FORMATS", "NinferConfig"]
+__all__ = ["SAVE_FORMATS", "NinferConfig", "checked_save_format"]
 
 SAVE_FORMATS = ("artifact", "safetensors")
+
+
+def checked_save_format(save_format: str) -> str:
+    if save_format not in SAVE_FORMATS:
+        raise ValueError(f"save_format is {save_format!r}, expected one of {', '.join(SAVE_FORMATS)}")
+    return save_format
 
 
 class NinferConfig(QuantizationConfigMixin):
@@ -25,7 +31,7 @@ class NinferConfig(QuantizationConfigMixin):
         modules_to_not_convert: modules that stay dense, as runs of components of their paths, with shell wildcards:
             "lm_head", "layers.0", "self_attn.*_proj".
         save_format: what `save_pretrained` writes: "artifact", a `.ninfer` file in the folder, or "safetensors", the
-            planes as plain tensors.
+            planes as plain tensors. `save_pretrained(folder, save_format=...)` says so for one save.
     """
 
     def __init__(
@@ -37,14 +43,12 @@ class NinferConfig(QuantizationConfigMixin):
     ) -> None:
         if quant_method != QUANT_METHOD:
             raise ValueError(f"quant_method is {quant_method!r}, expected {QUANT_METHOD!r}")
-        if save_format not in SAVE_FORMATS:
-            raise ValueError(f"save_format is {save_format!r}, expected one of {', '.join(SAVE_FORMATS)}")
         if isinstance(modules_to_not_convert, str):
             raise TypeError(f"modules_to_not_convert is a list of names, found {modules_to_not_convert!r}")
         self.quant_method = quant_method  # type: ignore[assignment]  # a plain string, as for every method from outside
         self.recipe = recipe
         self.modules_to_not_convert = list(modules_to_not_convert or ())
-        self.save_format = save_format
+        self.save_format = checked_save_format(save_format)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; members that say nothing are left out. A recipe is stored by its name."""

@@ -6,12 +6,13 @@ planes (`ninfer_transformers.planes`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ __all__ = ["ARTIFACT_NAME", "attach_saving", "save_folder"]
 ARTIFACT_NAME = "model.ninfer"
 
 
-_OTHER_WAY = 'model.hf_quantizer.quantization_config.save_format = "safetensors"'
+_OTHER_WAY = 'save_format="safetensors"'
 
 
 def save_folder(model: Any, folder: Path, *, max_file_bytes: int | None = None) -> None:
@@ -65,6 +66,10 @@ def attach_saving(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = _config_of(self)
+        if config is not None and "save_format" in kwargs:
+            with _saved_as(config, kwargs.pop("save_format")):
+                return save_pretrained(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         if not _writes_artifact(self, given.arguments):
@@ -75,15 +80,32 @@ def attach_saving(module: ModuleType) -> None:
     owner.save_pretrained = save_pretrained
 
 
-def _writes_artifact(model: Any, arguments: Mapping[str, Any]) -> bool:
+def _config_of(model: Any) -> Any:
+    """The NinferConfig of a model whose weights are ours, else None."""
     from ninfer_transformers.quantizer import NinferQuantizer
 
     quantizer = getattr(model, "hf_quantizer", None)
-    adapters = getattr(model, "_hf_peft_config_loaded", False)
-    if not isinstance(quantizer, NinferQuantizer) or adapters or arguments.get("distributed_checkpoint"):
+    return quantizer.quantization_config if isinstance(quantizer, NinferQuantizer) else None
+
+
+@contextlib.contextmanager
+def _saved_as(config: Any, save_format: str) -> Iterator[None]:
+    """The config says for one save what the caller said."""
+    from ninfer_transformers.config import checked_save_format
+
+    before = config.save_format
+    config.save_format = checked_save_format(save_format)
+    try:
+        yield
+    finally:
+        config.save_format = before
+
+
+def _writes_artifact(model: Any, arguments: Mapping[str, Any]) -> bool:
+    config, adapters = _config_of(model), getattr(model, "_hf_peft_config_loaded", False)
+    if config is None or adapters or arguments.get("distributed_checkpoint"):
         return False
-    config: Any = quantizer.quantization_config
-    return config.save_format == "artifact"
+    return bool(config.save_format == "artifact")
 
 
 def _save(model: Any, arguments: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ def test_generated_code_gives_the_numbers_of_eager_mode() -> None:
             check_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("family", ATTENTION_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_generation_with_a_static_cache_decodes_in_compiled_code(family: str) -> None:
     model, counter = packed_model(family), CompileCounterWithBackend("aot_eager")
     calls = []

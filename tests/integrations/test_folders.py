@@ -72,6 +72,18 @@ def test_a_saved_folder_loads_back(tmp_path: Path, family: str, save_format: str
     assert_same(loaded(tmp_path / "twice"), model)
 
 
+def test_one_save_in_another_format(tmp_path: Path) -> None:
+    model = quantized("llama")
+    config = model.hf_quantizer.quantization_config
+    for save_format, file in [("safetensors", "model.safetensors"), ("artifact", "model.ninfer")]:
+        model.save_pretrained(tmp_path / save_format, save_format=save_format)
+        assert config.save_format == "artifact" and (tmp_path / save_format / file).is_file()
+        assert_same(loaded(tmp_path / save_format), model)
+    with pytest.raises(ValueError, match="save_format is 'gguf', expected one of artifact, safetensors"):
+        model.save_pretrained(tmp_path / "gguf", save_format="gguf")
+    assert not (tmp_path / "gguf").exists() and config.save_format == "artifact"
+
+
 @pytest.mark.parametrize("save_format", ["artifact", "safetensors"])
 def test_shards(tmp_path: Path, save_format: str) -> None:
     model = quantized("llama", "q8", save_format)

@@ -8,13 +8,13 @@ Transformers keeps a list of what a quantizer must do in its tests/quantization.
 | conversion on the fly, number and class of converted layers | test_quantize: test_on_the_fly_equals_in_place |
 | modules_to_not_convert, skipped heads | test_quantize: test_modules_stay_dense |
 | memory footprint, original and quantized dtype, no double cast | test_quantize: test_footprint_and_dtype; test_loading |
-| placement: device_map auto, dict, cpu and disk offload, to() | test_quantize: test_device_maps, test_disk; test_loading |
+| placement: device_map auto, dict, cpu and disk offload, to() | test_placement; test_quantize: test_device_maps, test_disk |
 | generation quality: greedy text, batches, pipeline | test_generation; end_to_end/test_smollm2 |
 | saving: serialization, sharded, local and Hub round trip | test_folders; test_saving |
 | loading a quantized checkpoint with another config | test_quantize: test_a_quantized_folder_keeps_its_own_config |
 | dequantize | test_quantize: test_dequantize_leaves_no_trace |
 | training: adapters, Trainer, gradient checkpointing | test_adapters |
-| torch.compile | the tests of compiled models |
+| torch.compile | test_compile; test_export |
 | tokenizer and chat template beside the weights | test_generation; test_paths |
 """
 

@@ -31,6 +31,8 @@ def rank_report(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     rank = distributed.get_rank()
     config = DistributedConfig(tp_plan=options.pop("tp_plan", "auto"))
     path = folder / options.pop("file", "m.ninfer")
+    if recipe := options.pop("recipe", None):
+        options["quantization_config"] = ninfer_torch.NinferConfig(recipe=recipe)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **EXACT, **options)
     except ninfer_torch.NinferError as error:
@@ -107,6 +109,39 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path, preset: str) -> None:
         assert report["shapes"][f"{layer}mlp.up_proj.weight"] == [64, 64]
         assert report["shapes"][f"{layer}mlp.down_proj.weight"] == [64, 64]
         assert report["shapes"]["model.embed_tokens.weight"] == [136, 64]
+
+
+@pytest.mark.slow
+def test_columns_on_whole_groups_of_64(tmp_path: Path) -> None:
+    save(tmp_path, "llama", "q4", hidden_size=128, head_dim=32, intermediate_size=256)
+    for report in run_ranks(tmp_path):
+        assert report["error"] == "" and report["spread"] < 1e-5
+        assert report["shapes"]["model.layers.0.self_attn.o_proj.weight"] == [128, 64]
+        assert report["shapes"]["model.layers.0.mlp.down_proj.weight"] == [128, 128]
+
+
+@pytest.mark.slow
+def test_a_tied_head_is_cut_as_its_embedding(tmp_path: Path) -> None:
+    save(tmp_path, "llama tied", "q8", intermediate_size=128)
+    for report in run_ranks(tmp_path):
+        assert report["error"] == "" and report["spread"] < 1e-5
+        assert report["shapes"]["model.embed_tokens.weight"] == [136, 64]
+
+
+@pytest.mark.slow
+def test_planes_and_recipes_are_not_cut_and_say_so(tmp_path: Path) -> None:
+    model = tiny_family("llama")
+    model.save_pretrained(tmp_path / "dense")
+    ninfer_torch.quantize_(model, "q8")
+    model.save_pretrained(tmp_path / "planes", save_format="safetensors")
+    for options, what in [
+        ({"file": "planes"}, "a folder of planes"),
+        ({"file": "dense", "recipe": "q8"}, "a model that is quantized while it loads"),
+    ]:
+        for report in run_ranks(tmp_path, **options):
+            assert report["error"].startswith(
+                f"UnsupportedOperation: {what} is not sharded over processes; save it as a .ninfer"
+            )
 
 
 @pytest.mark.slow

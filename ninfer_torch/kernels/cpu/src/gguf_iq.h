@@ -23,7 +23,14 @@ struct GgufIq4Xs : SuperRow<136, 32> {
 INLINE Bytes even_signs(uint32_t word) {
   return entries8(grids.even_signs, word & 127, word >> 7 & 127, word >> 14 & 127, word >> 21 & 127);
 }
-INLINE Bytes sign_bytes(const uint8_t* p) { return entries8(grids.signs, p[0], p[1], p[2], p[3]); }
+// A byte of 32 negative where its bit of the four bytes at p is set.
+INLINE Bytes with_sign_bits(Bytes a, const uint8_t* p) {
+#if NINFER_VNNI
+  return negated(a, load_dword(p));
+#else
+  return with_sign(a, entries8(grids.signs, p[0], p[1], p[2], p[3]));
+#endif
+}
 
 struct GgufIq2Xxs : SuperRow<66, 32> {
   static constexpr int kBias = 0;
@@ -68,9 +75,9 @@ struct GgufIq2S : SuperRow<82, 16> {
   template <int U> static INLINE Bytes codes(const uint8_t* p) {
     const uint8_t* q = p + 2 + 4 * U;
     const int high = p[66 + U];
-    return with_sign(entries8(grids.iq2_s, q[0] | (high << 8 & 768), q[1] | (high << 6 & 768), q[2] | (high << 4 & 768),
-                              q[3] | (high << 2 & 768)),
-                     sign_bytes(p + 34 + 4 * U));
+    return with_sign_bits(entries8(grids.iq2_s, q[0] | (high << 8 & 768), q[1] | (high << 6 & 768), q[2] | (high << 4 & 768),
+                                   q[3] | (high << 2 & 768)),
+                          p + 34 + 4 * U);
   }
 };
 
@@ -104,7 +111,7 @@ struct GgufIq3S : SuperRow<110, 32> {
     const int high = p[66 + U];
     const int index[8] = {q[0] | (high << 8 & 256), q[1] | (high << 7 & 256), q[2] | (high << 6 & 256), q[3] | (high << 5 & 256),
                           q[4] | (high << 4 & 256), q[5] | (high << 3 & 256), q[6] | (high << 2 & 256), q[7] | (high << 1 & 256)};
-    return with_sign(entries4(grids.iq3_s, index), sign_bytes(p + 74 + 4 * U));
+    return with_sign_bits(entries4(grids.iq3_s, index), p + 74 + 4 * U);
   }
 };
 

@@ -197,6 +197,7 @@ INLINE Bytes pairs_signed(Bytes c, Bytes x) { return _mm256_maddubs_epi16(_mm256
 #if NINFER_VNNI
 
 static constexpr bool kByteDot = true;
+INLINE Bytes negated(Bytes a, uint32_t where) { return _mm256_mask_sub_epi8(a, where, _mm256_setzero_si256(), a); }
 INLINE Ints dot1(Ints start, Bytes u, Bytes x) { return _mm256_dpbusd_epi32(start, u, x); }
 INLINE Ints dot2(Ints start, Bytes u, Bytes x, Bytes v, Bytes y) { return dot1(dot1(start, u, x), v, y); }
 INLINE Ints dot_signed(Ints start, Bytes c, Bytes x) { return _mm256_dpbusd_epi32(start, _mm256_abs_epi8(c), _mm256_sign_epi8(x, c)); }
