@@ -8,7 +8,7 @@ Contestants take turns; each round reads other weights than the round before, an
 are medians. `bandwidth_share` is the rate at which the planes are read over the read bandwidth measured beside them; `ratio` is the
 peer's time over ours, above 1 where we are faster. Our activations are bfloat16, so that a policy may quantize them; ggml's are float32.
 A weight in a gguf format is the same bytes on both sides, and the two results are compared. A peer of ggml is a type in one of the layouts
-into which llama.cpp repacks weights when it loads them (CPU: as in the file); the summary takes the fastest of them.
+into which llama.cpp repacks weights when it loads them (CPU: as in the file); the summary takes the fastest of them, and AMX by itself.
 """
 
 from __future__ import annotations
@@ -204,7 +204,8 @@ def summary(records: list[dict[str, Any]]) -> Iterable[str]:
     for (threads, m, format, policy), found in sorted(cases.items(), key=lambda case: case[0][:2]):
         fastest: dict[str, float] = {}
         for record in found:
-            kind = " ".join(record["peer"].split()[:2])
+            name = record["peer"]  # AMX is a layout for one row only
+            kind = name if name.endswith(" AMX") else " ".join(name.split()[:2])
             fastest[kind] = min(fastest.get(kind, float("inf")), record["ratio"])
         ours = found[0]
         ratios = "".join(f"  {ratio:5.2f}x {kind}" for kind, ratio in fastest.items())

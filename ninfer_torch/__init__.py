@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ninfer_torch import _transformers_hook
 from ninfer_torch.artifact import Artifact, ArtifactWriter, open_artifact
 from ninfer_torch.convert.merging import merging
@@ -29,7 +31,7 @@ from ninfer_torch.formats import FORMATS, get_format
 from ninfer_torch.kernels.precision import activation_precision, set_activation_precision
 from ninfer_torch.layouts import LAYOUTS, get_layout
 from ninfer_torch.tensors import NinferTensor, decode, encode
-from ninfer_torch.versions import __version__, show_versions
+from ninfer_torch.versions import __version__, show_versions, warn_if_untested
 
 if TYPE_CHECKING:
     from ninfer_transformers.config import NinferConfig as NinferConfig
@@ -114,4 +116,5 @@ def save(model: Any, path: str | os.PathLike[str], **options: Any) -> Any:
     return save(model, path, **options)
 
 
+warn_if_untested("torch", torch.__version__)
 _transformers_hook.arm()

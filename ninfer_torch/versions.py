@@ -5,16 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import sys
+import warnings
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
-__all__ = ["__version__", "show_versions", "versions"]
+__all__ = ["TESTED", "__version__", "show_versions", "versions", "warn_if_untested"]
 
 __version__ = "0.1.0"
+
+TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24")}
+"""The first and the last minor release of each host that this version was tested with (`.ci/versions`)."""
 
 _DISTRIBUTIONS = ("transformers", "accelerate", "safetensors", "triton", "gguf", "numpy")
 
@@ -24,6 +30,23 @@ def _installed(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
+
+
+@cache
+def warn_if_untested(host: str, version: str) -> None:
+    """Warn, once a process, that `version` of torch or transformers lies outside of what was tested."""
+    oldest, newest = TESTED[host]
+    if not _minor(oldest) <= _minor(version) <= _minor(newest):
+        warnings.warn(
+            f"ninfer_torch {__version__} was tested with {host} {oldest} to {newest}; this is {version}. Where something fails, try one of "
+            f"those, and report it with ninfer_torch.show_versions()",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _torch_build() -> str:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import platform
+import subprocess
+import sys
+import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +89,51 @@ def test_the_instruction_set_in_use_is_named(monkeypatch):
 def test_the_default_is_standard_output(capsys):
     show_versions()
     assert capsys.readouterr().out.startswith("ninfer_torch")
+
+
+@pytest.mark.parametrize(
+    "host, version, warned",
+    [
+        ("torch", "2.10.1", True),
+        ("torch", "2.11.0", False),
+        ("torch", "2.13.5+cpu", False),
+        ("torch", "2.14.0", True),
+        ("torch", "3.0.0a0+git1", True),
+        ("transformers", "5.9.0", True),
+        ("transformers", "5.17.0", False),
+        ("transformers", "5.24.0.dev0", False),
+        ("transformers", "5.100.0", True),
+    ],
+)
+def test_an_untested_host_is_named_once(host: str, version: str, warned: bool) -> None:
+    versions.warn_if_untested.cache_clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        versions.warn_if_untested(host, version)
+        versions.warn_if_untested(host, version)
+    assert len(found) == warned
+    for warning in found:
+        oldest, newest = versions.TESTED[host]
+        assert f"tested with {host} {oldest} to {newest}; this is {version}" in str(warning.message)
+
+
+def test_hosts_are_looked_at_where_they_are_imported() -> None:
+    code = """
+import warnings, torch
+torch.__version__ = "2.99.0"
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    import ninfer_torch
+    import transformers
+    transformers.__version__ = "5.999.0"
+    import transformers.modeling_utils, transformers.quantizers.auto
+print([str(w.message).split(";")[1].split(".")[0] for w in found if "was tested with" in str(w.message)])
+"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.strip() == "[' this is 2', ' this is 5']"
+
+
+def test_the_requirements_begin_where_the_tests_do() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    for host, (oldest, _) in versions.TESTED.items():
+        assert f'"{host}>={oldest}"' in text

@@ -7,7 +7,7 @@ rest is one thin translation of paths (`patch`), `save_pretrained` of folders wi
 PEFT makes before it merges (`adapters`).
 """
 
-import ninfer_torch  # noqa: F401  arms the hook, which may import submodules at once: none may be half imported then
+import ninfer_torch._transformers_hook  # noqa: F401  armed first: it may import submodules here at once, and none may be half imported then
 from ninfer_transformers.overlay import hub_dir
 from ninfer_transformers.saving import save
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
+from ninfer_torch.versions import warn_if_untested
 from ninfer_transformers.adapters import attach_adapters
 from ninfer_transformers.folders import attach_saving
 from ninfer_transformers.mtp import attach_mtp
@@ -21,6 +23,8 @@ def attach(module: ModuleType) -> None:
     """Attach this package to one module of Transformers or PEFT, which is fully imported. Called by ninfer_torch's
     import hook.
     """
+    if module.__name__.startswith("transformers."):
+        warn_if_untested("transformers", sys.modules["transformers"].__version__)
     if module.__name__ == REGISTRY:
         _register_quantizer(module)
     elif patching_disabled():
