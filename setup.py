@@ -12,22 +12,12 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 SOURCES = Path("ninfer_torch", "kernels", "cpu", "src")
+INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "avx512_bf16", "neon", "dotprod")
+PARTS = ("module", "driver", "matrix_amx", *(f"isa_{name}" for name in INSTRUCTION_SETS))
 
 native = Extension(
     "ninfer_torch.kernels.cpu._native",
-    [
-        str(SOURCES / f"{name}.cpp")
-        for name in (
-            "module",
-            "driver",
-            "isa_scalar",
-            "isa_avx2",
-            "isa_avx512",
-            "isa_avx512_bf16",
-            "isa_neon",
-            "isa_dotprod",
-        )
-    ],
+    [str(SOURCES / f"{name}.cpp") for name in PARTS],
     depends=[str(header) for header in sorted(SOURCES.glob("*.h"))],
     language="c++",
     define_macros=[("Py_LIMITED_API", "0x030A0000")],

@@ -75,7 +75,8 @@ def _instruction_set() -> str:
     native = sys.modules.get("ninfer_torch.kernels.cpu.native")
     if native is None:
         return "not loaded"
-    return f"{native.used()} (this processor runs {', '.join(native.instruction_sets())})"
+    units = " and AMX" if native.uses_matrix_units() else ""
+    return f"{native.used()}{units} (this processor runs {', '.join(native.instruction_sets())})"
 
 
 def versions() -> dict[str, str]:

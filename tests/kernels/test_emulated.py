@@ -24,7 +24,7 @@ native = pytest.importorskip("ninfer_torch.kernels.cpu.native", reason="the nati
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCES = Path(native.__file__).parent / "src"
-PARTS = ("driver", "isa_scalar", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_neon", "isa_dotprod")
+PARTS = ("driver", "matrix_amx", *(f"isa_{name}" for name in native.INSTRUCTION_SETS))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = ("dequantize", "linear", "embedding")
 

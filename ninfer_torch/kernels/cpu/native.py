@@ -14,7 +14,7 @@ import torch
 from ninfer_torch.errors import NinferError, UnsupportedOperation
 from ninfer_torch.formats import FORMATS
 from ninfer_torch.kernels import fallback
-from ninfer_torch.kernels.cpu import _native, dense_tiles
+from ninfer_torch.kernels.cpu import _native
 from ninfer_torch.kernels.grids import grid
 from ninfer_torch.kernels.precision import may_quantize
 from ninfer_torch.layouts import Geometry, slice_rows
@@ -30,6 +30,7 @@ __all__ = [
     "linear_backward",
     "use",
     "used",
+    "uses_matrix_units",
 ]
 
 INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "avx512_bf16", "neon", "dotprod")
@@ -123,16 +124,25 @@ def _is_vector(bias: torch.Tensor | None, length: int) -> bool:
     return bias is None or (bias.dtype in _DTYPE and bias.dim() == 1 and bias.shape[0] == length and bias.is_cpu)
 
 
-_MATRIX_UNITS = dense_tiles.matrix_units()
+_MATRIX_UNITS = bool(_native.matrix_units())
 _FASTEST = INSTRUCTION_SETS.index(instruction_sets()[-1])
+_LEAST_ROWS, _LEAST_INT8_ROWS = 16, 48
+"""Activation rows from which matrix units are faster than the vector kernels, and where those may quantize to int8
+(`benchmarks/cpu_linear.py`)."""
 
 
-def _in_tiles(x: torch.Tensor, bias: torch.Tensor | None, int8: bool) -> bool:
-    """Whether a product with activations x [..., K], which may run as `int8`, goes to the processor's matrix units."""
-    if x.dtype != torch.bfloat16 or not (bias is None or bias.dtype == x.dtype):
-        return False
-    least = dense_tiles.LEAST_INT8_ROWS if int8 else dense_tiles.LEAST_ROWS
-    return _MATRIX_UNITS and _isa == _FASTEST and x.numel() >= least * x.shape[-1]
+def uses_matrix_units() -> bool:
+    """Whether products of many bfloat16 rows go to the processor's matrix units (AMX) now."""
+    return _MATRIX_UNITS and _isa == _FASTEST
+
+
+def _in_tiles(x: torch.Tensor, int8: bool) -> bool:
+    """Whether a product with activations x [..., K], which may run as `int8`, goes to the processor's matrix units (AMX).
+
+    They multiply bfloat16, so weights are rounded to it: criterion A16T, as on a GPU's tensor cores.
+    """
+    least = _LEAST_INT8_ROWS if int8 else _LEAST_ROWS
+    return uses_matrix_units() and x.dtype == torch.bfloat16 and x.numel() >= least * x.shape[-1]
 
 
 def linear(
@@ -147,10 +157,6 @@ def linear(
         raise UnsupportedOperation(f"linear: input of shape {list(shape)} does not end in K = {columns}")
     x = x.contiguous()
     int8 = may_quantize(policy, x.dtype)
-    if _in_tiles(x, bias, int8 and format not in _FLOATS_ONLY):
-        return dense_tiles.multiply(x.view(-1, columns), planes, format, geometry, bias, dequantize).view(
-            *shape[:-1], rows
-        )
     out = torch.empty((*shape[:-1], rows), dtype=x.dtype)
     bias_at, bias_dtype = 0, 0
     if bias is not None:
@@ -168,6 +174,7 @@ def linear(
         bias_at,
         bias_dtype,
         int8,
+        _in_tiles(x, int8 and format not in _FLOATS_ONLY),
         torch.get_num_threads(),
     )
     return out

@@ -70,6 +70,14 @@ RULES: tuple[Rule, ...] = (
         dtypes=(torch.float32,),
         families=("gguf_plain",),
     ),
+    Rule(
+        "linear",
+        Launch("small_m", 2, 32, 32, warps=4, max_splits=8),
+        max_rows=15,
+        dtypes=(torch.float16,),
+        families=("gguf_k", "gguf_i"),
+        architectures=(100, 103),
+    ),
     Rule("linear", Launch("small_m", 4, 32, 32, warps=4, max_splits=8), max_rows=15),
     # Many rows: criterion A16T; float32 is exact at any size.
     Rule("linear", Launch("tiled", 16, 32, 16, warps=4, max_splits=4, permuted=True), dtypes=(torch.float32,)),

@@ -9,6 +9,7 @@
 #include <sys/sysctl.h>
 #endif
 
+#include "matrix_units.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -139,6 +140,61 @@ void linear(const Kernels& kernels, const Matrix& w, const void* x, int64_t m, c
   const Prepared prepared(kernels, x, m, w.columns, y.dtype, int8, threads);
   over_pieces(w.rows, kGrain, worth(w.rows * w.columns * m, threads), [&](int64_t first, int64_t last) {
     kernels.multiply(w, prepared.rows, first, last, 0, 0, m, y);
+  });
+}
+
+// Activation rows as tiles [tiles, depth / 2, kTile, 2], zeros after the last row and column.
+static void tile_activations(const uint16_t* x, int64_t m, int64_t columns, int64_t depth, uint16_t* tiles, int threads) {
+  over_pieces(m, kTile, worth(m * columns, threads), [&](int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile += kTile) {
+      uint16_t* out = tiles + tile * depth;
+      std::memset(out, 0, size_t(kTile * depth) * 2);
+      for (int64_t j = 0; j < std::min<int64_t>(kTile, m - tile); j++) {
+        const uint16_t* row = x + (tile + j) * columns;
+        int64_t k = 0;
+        for (; k + 2 <= columns; k += 2) std::memcpy(out + k * kTile + 2 * j, row + k, 4);
+        if (k < columns) out[k * kTile + 2 * j] = row[k];
+      }
+    }
+  });
+}
+
+static float bias_value(const Output& y, int64_t column) {
+  if (y.bias_dtype == kFloat32) return static_cast<const float*>(y.bias)[column];
+  const uint16_t word = static_cast<const uint16_t*>(y.bias)[column];
+  return y.bias_dtype == kFloat16 ? half_to_float(word) : bfloat_to_float(word);
+}
+
+void linear_in_tiles(const Kernels& kernels, const Matrix& w, const void* x, int64_t m, const Output& y, int threads) {
+  if (m == 0 || w.rows == 0) return;
+  constexpr int64_t kRows = 2 * kTile;
+  const int64_t depth = (w.columns + kTileColumns - 1) / kTileColumns * kTileColumns, tiles = (m + kTile - 1) / kTile;
+  Scratch<uint16_t> activations(tiles * kTile * depth);
+  tile_activations(static_cast<const uint16_t*>(x), m, w.columns, depth, activations.data(), threads);
+  over_pieces(w.rows, kRows, worth(w.rows * w.columns * m, threads), [&](int64_t first, int64_t last) {
+    const MatrixUnits units;
+    Scratch<uint16_t> weights(kRows * depth);
+    std::memset(weights.data(), 0, size_t(kRows * depth) * 2);
+    float bias[kRows];
+    for (int64_t n = first; n < last; n += kRows) {
+      TileProduct p{};
+      p.rows = int(std::min(kRows, last - n));
+      for (int r = 0; r < p.rows; r++) {
+        kernels.dequantize(w, nullptr, n + r, n + r + 1, weights.data() + r * depth, kBfloat16);
+        if (y.bias) bias[r] = bias_value(y, n + r);
+      }
+      p.weights = weights.data();
+      p.depth = depth;
+      p.bias = y.bias ? bias : nullptr;
+      p.stride = y.row_stride;
+      for (int64_t tile = 0; tile < tiles; tile += 2) {
+        p.activations[0] = activations.data() + tile * kTile * depth;
+        p.activations[1] = tile + 1 < tiles ? p.activations[0] + kTile * depth : nullptr;
+        for (int64_t i = 0; i < 2; i++) p.counts[i] = int(std::clamp<int64_t>(m - (tile + i) * kTile, 0, kTile));
+        p.y = static_cast<uint16_t*>(y.data) + tile * kTile * y.row_stride + n;
+        multiply_tiles(p);
+      }
+    }
   });
 }
 

@@ -18,6 +18,9 @@ bool embedding(const Kernels&, const Matrix&, const int64_t* ids, int64_t count,
 // x [M, K] times the matrix transposed, to `y` [M, N].
 void linear(const Kernels&, const Matrix&, const void* x, int64_t m, const Output& y, bool int8, int threads);
 
+// The same for bfloat16 x and y in matrix units: weight rows are rounded to bfloat16 (criterion A16T).
+void linear_in_tiles(const Kernels&, const Matrix&, const void* x, int64_t m, const Output& y, int threads);
+
 // Tokens sorted by expert, x [T, K], each range times its expert's rows of the bank, to [T, N]; zeros after the last token.
 // Returns false, having written nothing, when the cumulative `offsets` do not ascend from 0 to at most T.
 bool expert_linear(const Kernels&, const Matrix&, const void* x, int64_t tokens, const int32_t* offsets, int64_t experts,

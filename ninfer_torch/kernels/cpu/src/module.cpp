@@ -8,6 +8,7 @@
 #include <new>
 
 #include "driver.h"
+#include "matrix_units.h"
 #include "parallel.h"
 
 namespace {
@@ -98,6 +99,11 @@ PyObject* py_supported(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return PyBool_FromLong(instruction_set >= 0 && instruction_set < kInstructionSets && supported(instruction_set));
 }
 
+PyObject* py_matrix_units(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  if (!Arguments(values, count).done()) return nullptr;
+  return PyBool_FromLong(has_matrix_units());
+}
+
 PyObject* py_dequantize(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments arguments(values, count);
   const Weight w(arguments);
@@ -129,10 +135,12 @@ PyObject* py_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   y.bias = arguments.address<const void>();
   y.bias_dtype = int(arguments.integer());
   y.row_stride = w.matrix.rows;
-  const bool int8 = arguments.integer() != 0;
+  const bool int8 = arguments.integer() != 0, tiles = arguments.integer() != 0;
   const int threads = int(arguments.integer());
   if (!arguments.done() || !w.valid()) return nullptr;
-  return unlocked([&] { return linear(w.kernels(), w.matrix, x, m, y, int8, threads), true; });
+  if (!tiles) return unlocked([&] { return linear(w.kernels(), w.matrix, x, m, y, int8, threads), true; });
+  if (y.dtype != kBfloat16 || !has_matrix_units()) return PyErr_SetString(PyExc_ValueError, "no matrix units for these"), nullptr;
+  return unlocked([&] { return linear_in_tiles(w.kernels(), w.matrix, x, m, y, threads), true; });
 }
 
 PyObject* py_expert_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -160,7 +168,7 @@ PyMethodDef method(const char* name, Function function) {
 }
 
 PyMethodDef methods[] = {
-    method("set_grids", py_set_grids), method("supported", py_supported), method("dequantize", py_dequantize),
+    method("set_grids", py_set_grids), method("supported", py_supported), method("matrix_units", py_matrix_units), method("dequantize", py_dequantize),
     method("embedding", py_embedding), method("linear", py_linear),       method("expert_linear", py_expert_linear),
     {nullptr, nullptr, 0, nullptr},
 };
