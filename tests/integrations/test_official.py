@@ -383,7 +383,12 @@ def test_a_config_of_another_size_is_refused(written: Any) -> None:
 def test_processors_come_from_the_artifact() -> None:
     """Images need Pillow, which the tests' plots bring; videos, and the processor of all kinds, need torchvision."""
     path = golden("ninfer", "models", "qwen3_5_vision_mtp", "groupwise.ninfer")
-    images = transformers.AutoImageProcessor.from_pretrained(path)
+    try:
+        images = transformers.AutoImageProcessor.from_pretrained(path)
+    except ImportError as error:  # releases before 5.18 ask for torchvision here too
+        if importlib.util.find_spec("torchvision") is not None:
+            raise
+        pytest.skip(str(error).strip().splitlines()[0])
     assert (images.patch_size, images.temporal_patch_size, images.merge_size) == (4, 2, 2)
     if importlib.util.find_spec("torchvision") is None:
         with pytest.raises((ImportError, ValueError), match="[Tt]orchvision"):
