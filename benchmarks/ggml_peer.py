@@ -26,7 +26,7 @@ _LIBRARIES = {
 _FEATURES = ("avx2", "avx512", "avx512_vnni", "amx_int8", "neon", "dotprod")
 _HEADER = 1 << 20  # bytes for the tensor records of one product and its graph
 _ONE_ROW_ONLY = ("AMX",)
-"""Layouts whose kernels for several activation rows fault (the tile configuration that GCC 12 compiles is refused)."""
+"""Layouts whose kernels for several activation rows fault in the builds tried: at `ldtilecfg`, on processors that have AMX."""
 _POINTERS = (
     "ggml_init",
     "ggml_new_tensor_2d",
