@@ -225,6 +225,17 @@ def test_illegal_words_show_in_products(format: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["A16Only", "AllowA8"])
+@pytest.mark.parametrize("columns", [64, 128, 192])
+def test_illegal_scales_show_in_products(columns: int, policy: str) -> None:
+    planes, _, geometry, *_ = random_weight("nvfp4", 128, columns).call
+    for row, scale in ((1, 0x7F), (40, 0xFF)):  # the last scale of the row, in its tile
+        planes[1].view(-1)[(columns // 64 - 1) * 512 + row % 32 * 16 + row // 32 * 4 + 3] = scale
+    for rows in (1, 3):
+        y = native.linear(torch.randn(rows, columns).bfloat16(), planes, "nvfp4", geometry, None, policy)
+        assert y.isnan().sum(0).nonzero().flatten().tolist() == [1, 40] and y[:, [1, 40]].isnan().all()
+
+
+@pytest.mark.parametrize("policy", ["A16Only", "AllowA8"])
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_strides_do_not_matter(format: str, policy: str) -> None:
     planes, _, geometry, *_ = random_weight(format, 128, 256).call

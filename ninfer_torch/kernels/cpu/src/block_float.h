@@ -26,8 +26,10 @@ struct Nvfp4 {
   }
   INLINE void fetch(int64_t s) const {
     prefetch(base + 32 * s + kAhead);
-    prefetch(tiles + 512 * (s + 12));
+    fetch_scales(s);
   }
+  // Four rows share the cache line of a tile: the next four's.
+  INLINE void fetch_scales(int64_t s) const { prefetch(tiles + 512 * s + 64); }
   INLINE void codes(int64_t s, Bytes* c) const {
     const Bytes v = load32(base + 32 * s), table = load16x2(kE2m1Words);
     c[0] = shuffle(table, low_nibbles(v));

@@ -235,6 +235,15 @@ INLINE Wide32 wide_unpack_high64(Wide32 a, Wide32 b) { return _mm512_unpackhi_ep
 // Quarters 0 and 2, or 1 and 3, of a and of b: a0 b0 a2 b2.
 INLINE Wide32 wide_even_quarters(Wide32 a, Wide32 b) { return _mm512_permutex2var_epi64(a, _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), b); }
 INLINE Wide32 wide_odd_quarters(Wide32 a, Wide32 b) { return _mm512_permutex2var_epi64(a, _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15), b); }
+INLINE Wide32 wide_repeat16(const void* p) { return _mm512_broadcast_i32x4(load16(p)); }
+INLINE Wide32 wide_shuffle(Wide32 table, Wide32 index) { return _mm512_shuffle_epi8(table, index); }
+INLINE Wide32 wide_low_nibbles(Wide32 v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+INLINE Wide32 wide_high_nibbles(Wide32 v) { return wide_low_nibbles(_mm512_srli_epi16(v, 4)); }
+// The eight bytes of two dwords, each twice, in the low half.
+INLINE Bytes dwords_twice(const void* low, const void* high) {
+  const __m128i eight = _mm_set_epi32(0, 0, int32_t(load_dword(high)), int32_t(load_dword(low)));
+  return _mm256_castsi128_si256(_mm_unpacklo_epi8(eight, eight));
+}
 INLINE Wide32 wide_dot(Wide32 start, Wide32 u, Wide32 x) { return _mm512_dpbusd_epi32(start, u, x); }
 INLINE Wide wide_to_float(Wide32 v) { return _mm512_cvtepi32_ps(v); }
 
